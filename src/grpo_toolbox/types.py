@@ -1,0 +1,116 @@
+"""The records that travel from stage to stage: all frozen, none is ever written into by a later stage.
+
+    prompts -> rollouts -> scores -> advantages -> batch -> update -> sync -> callbacks
+
+Notation, used everywhere: P prompts of a step, G completions per prompt (a group), B = P·G rows in prompt-major
+order (row p·G + g is completion g of prompt p), T tokens of a completion, V vocabulary, R reward components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # the command line reads this module without loading torch
+    from torch import Tensor
+
+Message = dict[str, Any]
+"""One chat message: `{"role": "user", "content": "..."}`."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, tokenised."""
+
+    id: int
+    """Index of the row in its data set. Groups are keyed by it, never by text: equal prompts stay separate groups."""
+    text: str | list[Message]
+    """The prompt as the data has it: plain text, or the message list of a conversation. Rewards receive it as is."""
+    ids: tuple[int, ...]
+    """Token ids exactly as they are sent to the engine (chat template applied, generation prompt included)."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column of the row; rewards receive them as keyword arguments."""
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompt is a message list; then rewards receive completions as message lists, too."""
+        return not isinstance(self.text, str)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine draws tokens."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    """The stop token cannot be drawn before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """0 keeps every token."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion of one prompt.
+
+    Example: ids=(12, 4, 2), logps=(-0.1, -1.2, -0.3), finish_reason="stop", text="12", with 2 the stop token.
+    """
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    """Exactly the sampled tokens; the stop token is the last one when finish_reason is "stop"."""
+    logps: tuple[float, ...]
+    """Log-probability of each token under the sampler at its temperature, before top-k, top-p and min-p cuts."""
+    finish_reason: Literal["stop", "length"]
+    text: str
+    """The decoded completion: stop and padding tokens removed, every other special token kept."""
+    weights_version: int = 0
+    """How many weight syncs the engine had seen when it sampled this."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the reward said about P·G rollouts. NaN means "not applicable" (the reward returned None)."""
+
+    names: tuple[str, ...]  # R
+    weights: tuple[float, ...]  # R
+    components: Tensor  # (P, G, R)
+    total: Tensor
+    """(P, G): weighted sum over the applicable components; NaN where none applies."""
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Extra columns a reward logged, one value per row (B), None where it had nothing to say."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Scalars a reward logged (`invalid_format_rate`, reward errors, ...)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One finished optimizer step, as callbacks see it."""
+
+    number: int
+    """Counts from 1; 0 is the evaluation before training, which has no rollouts."""
+    metrics: Mapping[str, float]
+    rollouts: Sequence[Rollout] = ()
+    """B rollouts, prompt-major."""
+    scores: Scores | None = None
+    advantages: Tensor | None = None
+    """(P, G), or (P, G, T) where the estimator is per token."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What callbacks need to know about the run before its first step."""
+
+    name: str
+    run_dir: Path
+    max_steps: int
+    first_step: int
+    """1 for a new run, n + 1 for a run resumed after step n."""
+    config: Mapping[str, Any]
+    """The resolved configuration as plain dicts and lists."""
