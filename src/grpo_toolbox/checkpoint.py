@@ -182,6 +182,11 @@ def load_checkpoint(path: Path, map_location: str | torch.device) -> dict[str, A
     return state
 
 
+def finished_step(path: Path) -> int:
+    """Return the step that a whole checkpoint was written after; its folder's name may be that of a replaced one."""
+    return int(json.loads((path / _MARKER).read_text())["step"])
+
+
 def _newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, and what is wrong with each that is newer."""
     faults: list[str] = []

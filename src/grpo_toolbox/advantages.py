@@ -1,0 +1,103 @@
+"""Advantage estimators: `(P, G)` rewards in, `(P, G)` advantages out. NaN in = "not applicable", 0 out.
+
+    group_relative    (r − mean_group) / (std_group + eps)          GRPO: Shao et al., 2024
+    dr_grpo            r − mean_group                                Dr. GRPO: Liu et al., 2025
+    rloo               r − mean of the others in the group           RLOO: Ahmadian et al., 2024
+    batch_normalized  (r − mean_group) / (std_batch + eps)          TRL's scale_rewards="batch"
+
+Options are keyword arguments; `advantage.name=my_module:my_fn` plugs in a function of the same shape.
+A row without any reward is left out of every mean and gets 0; so does the only scored row of a group (it has nothing
+to be compared with), and every row of a group whose rewards are all equal: exactly 0, not a rounding residue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grpo_toolbox.errors import ConfigError, unknown_option
+
+Std = Literal["sample", "population"]
+
+_RESIDUE = 1e-12
+"""Spread below this share of the rewards' size is what subtracting equal float64 numbers leaves behind."""
+
+
+def group_relative(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -> Tensor:
+    """Return (r − mean) / (std + eps) within each group (GRPO; Shao et al., 2024). `(P, G)` -> `(P, G)`.
+
+    `std="sample"` divides by n − 1 (TRL, and the default here); `"population"` by n (the paper's text). The two differ
+    by the constant √((n−1)/n): for rewards 1,0,1,0,0,1,0,0 that is +1.2074/−0.7244 against +1.2910/−0.7746.
+    """
+    scored = _scored(rewards, "group_relative")
+    centred = _centre(scored)
+    return _finish(centred / (_spread(centred, std, dim=1) + eps), rewards)
+
+
+def dr_grpo(rewards: Tensor) -> Tensor:
+    """Return r − mean within each group: no std, hence no difficulty bias (Dr. GRPO; Liu et al., 2025)."""
+    return _finish(_centre(_scored(rewards, "dr_grpo")), rewards)
+
+
+def rloo(rewards: Tensor) -> Tensor:
+    """Return r minus the mean of the other completions of the group (RLOO; Ahmadian et al., 2024).
+
+    Equal to n/(n−1) · (r − mean) over the n scored completions.
+    """
+    scored = _scored(rewards, "rloo")
+    count = scored.isfinite().sum(dim=1, keepdim=True)
+    return _finish(_centre(scored) * count / (count - 1).clamp(min=1), rewards)
+
+
+def batch_normalized(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -> Tensor:
+    """Return (r − mean of the group) / (std of the whole batch + eps): hard and easy prompts keep their scale."""
+    scored = _scored(rewards, "batch_normalized")
+    batch = scored.reshape(1, -1)
+    return _finish(_centre(scored) / (_spread(batch - batch.nanmean(), std, dim=1) + eps), rewards)
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "group_relative": group_relative,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "batch_normalized": batch_normalized,
+}
+
+
+def _scored(rewards: Tensor, name: str) -> Tensor:
+    """Return the rewards in float64 after the checks that all group estimators share."""
+    if rewards.ndim != 2:
+        raise ConfigError(f"advantage={name} takes rewards of shape (P, G), got {tuple(rewards.shape)}.")
+    if rewards.shape[1] < 2:
+        raise ConfigError(
+            f"advantage={name} compares the completions of a group, and rollout.group_size={rewards.shape[1]} leaves "
+            "nothing to compare with: set rollout.group_size to 2 or more."
+        )
+    if rewards.isinf().any():
+        raise ConfigError(f"advantage={name} got an infinite reward; rewards must be finite numbers or NaN.")
+    return rewards.double()
+
+
+def _centre(rewards: Tensor) -> Tensor:
+    """Return r − mean per group; exact zeros for a group without spread or with fewer than two scored rows."""
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    size = rewards.abs().nan_to_num(0.0).amax(dim=1, keepdim=True)
+    flat = centred.abs().nan_to_num(0.0).amax(dim=1, keepdim=True) <= _RESIDUE * size
+    return torch.where(flat & rewards.isfinite(), 0.0, centred)
+
+
+def _spread(centred: Tensor, std: str, dim: int) -> Tensor:
+    """Return the standard deviation over the scored entries of already centred values (the second of two passes)."""
+    if std not in ("sample", "population"):
+        raise unknown_option("advantage.std", std, ("sample", "population"))
+    count = centred.isfinite().sum(dim=dim, keepdim=True)
+    degrees = count - 1 if std == "sample" else count
+    return (centred.square().nansum(dim=dim, keepdim=True) / degrees.clamp(min=1)).sqrt()
+
+
+def _finish(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """Return advantages in the rewards' dtype with 0 where there was no reward or (eps=0) nothing to divide by."""
+    return torch.where(rewards.isfinite() & advantages.isfinite(), advantages, 0.0).to(rewards.dtype)

@@ -1,0 +1,1 @@
+"""The Hydra config groups: one folder per group, one YAML file per option."""

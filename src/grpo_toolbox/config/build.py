@@ -1,0 +1,254 @@
+"""From a `RunConfig` to a `Run`: everything that can be wrong is checked before a model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_toolbox.advantages import ADVANTAGES
+from grpo_toolbox.callbacks import build_callbacks
+from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint
+from grpo_toolbox.config.options import bind, resolve
+from grpo_toolbox.config.schema import RunConfig, TrainerConfig
+from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
+from grpo_toolbox.engines import Engine
+from grpo_toolbox.engines.hf import HfEngine
+from grpo_toolbox.engines.local import LocalEngine
+from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.models.forward import packing_gap
+from grpo_toolbox.models.load import (
+    LoraOptions,
+    load_config,
+    load_model,
+    load_tokenizer,
+    make_reference,
+    max_positions,
+    save_pretrained,
+    stop_token_ids,
+)
+from grpo_toolbox.objectives import OBJECTIVES, Objective, build_objective
+from grpo_toolbox.rewards import Reward, build_reward
+from grpo_toolbox.schedule import lr_factor
+from grpo_toolbox.trainer import Run, UpdateSettings, restore
+from grpo_toolbox.types import Prompt, RunInfo, Sampling
+
+log = logging.getLogger(__name__)
+
+PACKING_TOLERANCE = 1e-3
+"""Largest |Δ log-prob| between packed and plain forward in float32 that is rounding and not another function."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What can be built and checked without a model."""
+
+    reward: Reward
+    advantage: Callable[[Tensor], Tensor]
+    objective: Objective
+    tokenizer: Any
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    stream: PromptStream
+
+
+def build_run(config: RunConfig, rows: tuple[list[dict[str, Any]], list[dict[str, Any]]], info: RunInfo) -> Run:
+    """Build a run from a checked config and its (train, eval) rows; a resumed one is put back to its checkpoint."""
+    parts = build_parts(config, *rows)
+    trainer = config.trainer
+    device = _device(trainer.device)
+    torch.manual_seed(trainer.seed)
+    model = _load_policy(config, device)
+    gap = (
+        packing_gap(model, len(parts.tokenizer), device) if trainer.packing or config.rollout.engine == "local" else 0.0
+    )
+    packs = gap < PACKING_TOLERANCE
+    if not packs:
+        log.warning(
+            "%s does not take the packed layout (log-probs differ by %.2g): it is trained with padding and sampled "
+            "with plain generate, which is slower and gives the same numbers.",
+            config.model.path,
+            gap,
+        )
+    run = Run(
+        info=info,
+        policy=model,
+        reference=make_reference(model) if parts.objective.beta > 0 else None,
+        engine=_engine(config, model, parts.tokenizer, packs),
+        reward=parts.reward,
+        advantage=parts.advantage,
+        objective=parts.objective,
+        optimizer=_optimizer(model, trainer),
+        lr_at=partial(_lr, trainer),
+        data=parts.stream,
+        eval_prompts=parts.eval_prompts,
+        callbacks=build_callbacks(config.callbacks),
+        export=partial(_export, model, parts.tokenizer),
+        sampling=sampling(config),
+        group_size=config.rollout.group_size,
+        settings=_update_settings(trainer, device, packs),
+        eval_sampling=dataclasses.replace(sampling(config), temperature=trainer.eval_temperature, min_new_tokens=0),
+        eval_every=trainer.eval_every if parts.eval_prompts else 0,
+        save_every=trainer.save_every,
+        keep_checkpoints=trainer.keep_checkpoints,
+        device=device,
+    )
+    if info.first_step > 1:
+        restore(run, load_checkpoint(_newest(info.run_dir), map_location="cpu"))
+    return run
+
+
+def build_parts(config: RunConfig, rows: Sequence[dict[str, Any]], eval_rows: Sequence[dict[str, Any]]) -> Parts:
+    """Check settings against each other and against the data; only a tokenizer is loaded."""
+    reward = _named("reward", config.reward, lambda name, options: build_reward(name, **options))
+    reward.check_columns([*rows[0]])
+    advantage = _named(
+        "advantage",
+        config.advantage,
+        lambda name, options: bind("advantage", resolve("advantage", name, ADVANTAGES), options),
+    )
+    objective = _named("objective", config.objective, _objective)
+    check_estimator(advantage, config.rollout.group_size)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    encode = partial(
+        encode_prompts,
+        tokenizer=tokenizer,
+        system_prompt=config.data.system_prompt,
+        chat=config.data.chat,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_positions=max_positions(load_config(config.model.path, trust_remote_code=config.model.trust_remote_code)),
+        max_new_tokens=config.rollout.max_new_tokens,
+        on_long=config.data.on_long,  # type: ignore[arg-type]  # checked against its choices
+    )
+    prompts = encode(rows)
+    stream = PromptStream(
+        prompts, batch_size=config.rollout.prompts_per_step, seed=config.trainer.seed, shuffle=config.data.shuffle
+    )
+    return Parts(reward, advantage, objective, tokenizer, prompts, encode(eval_rows) if eval_rows else [], stream)
+
+
+def check_estimator(advantage: Callable[[Tensor], Tensor], group_size: int) -> None:
+    """Let the estimator itself refuse a group size it cannot work with, or options it does not take."""
+    probe = torch.arange(2 * group_size, dtype=torch.float32).reshape(2, group_size)
+    result = advantage(probe)
+    if not isinstance(result, Tensor) or result.shape[:2] != probe.shape or not bool(torch.isfinite(result).all()):
+        raise ConfigError(
+            f"the advantage function returned {getattr(result, 'shape', type(result).__name__)} for rewards of shape "
+            f"{tuple(probe.shape)}: it must return finite advantages of shape (P, G) or (P, G, T)."
+        )
+
+
+def sampling(config: RunConfig) -> Sampling:
+    """Return how rollouts are drawn."""
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        min_new_tokens=rollout.min_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        seed=config.trainer.seed,
+    )
+
+
+def _named(group: str, values: Mapping[str, Any], build: Callable[[str, dict[str, Any]], Any]) -> Any:
+    options = dict(values)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{group}.name={name!r}: set it to one of the group's options, or to my_module:my_fn.")
+    return build(name, options)
+
+
+def _objective(name: str, options: dict[str, Any]) -> Objective:
+    own = {field.name for field in dataclasses.fields(Objective)} - {"surrogate"}
+    surrogate = resolve("objective", name, OBJECTIVES)
+    bind("objective", surrogate, {key: value for key, value in options.items() if key not in own})
+    return build_objective(surrogate, **options)
+
+
+def _load_policy(config: RunConfig, device: torch.device) -> nn.Module:
+    model = config.model
+    lora = LoraOptions(**vars(model.lora)) if model.lora.r else None
+    return load_model(
+        model.path,
+        dtype=model.dtype,
+        device=device,
+        seed=config.trainer.seed,
+        attn_implementation=model.attn_implementation,
+        device_map=model.device_map,
+        lora=lora,
+        gradient_checkpointing=model.gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _engine(config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool) -> Engine:
+    def decode(ids: Sequence[int], finish_reason: str) -> str:
+        return decode_completion(ids, tokenizer, finish_reason)
+
+    stops = stop_token_ids(model, tokenizer)
+    if config.rollout.engine == "local" and packs:
+        return LocalEngine(model, decode=decode, stop_ids=stops, max_rows=config.rollout.max_rows)
+    return HfEngine(model, decode=decode, stop_ids=stops)
+
+
+def _optimizer(model: nn.Module, trainer: TrainerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=trainer.lr,
+        betas=(trainer.adam_beta1, trainer.adam_beta2),
+        eps=trainer.adam_eps,
+        weight_decay=trainer.weight_decay,
+        fused=True,
+    )
+
+
+def _lr(trainer: TrainerConfig, step: int) -> float:
+    return trainer.lr * lr_factor(
+        trainer.schedule,
+        step,
+        max_steps=trainer.max_steps,
+        warmup_steps=trainer.warmup_steps,
+        min_ratio=trainer.min_lr_ratio,
+    )
+
+
+def _update_settings(trainer: TrainerConfig, device: torch.device, packs: bool) -> UpdateSettings:
+    autocast = {"auto": torch.bfloat16 if device.type == "cuda" else None, "float32": None, "bfloat16": torch.bfloat16}
+    return UpdateSettings(
+        ppo_epochs=trainer.ppo_epochs,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        max_grad_norm=trainer.max_grad_norm,
+        packed=trainer.packing and packs,
+        skip_zero_advantage=trainer.skip_zero_advantage,
+        autocast=autocast[trainer.precision],
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"trainer.device={name!r} is not a device: auto, cpu, cuda, cuda:0, mps.") from error
+
+
+def _export(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    save_pretrained(model, tokenizer, folder)
+
+
+def _newest(run_dir: Path) -> Path:
+    newest = latest_checkpoint(run_dir / "checkpoints")
+    if newest is None:
+        raise ConfigError(f"{run_dir} holds no whole checkpoint to resume from: start a new run in another run_dir=.")
+    return newest

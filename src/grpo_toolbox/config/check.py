@@ -1,0 +1,92 @@
+"""Checks that need neither torch nor a model: choices, ranges, and settings that contradict each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.schedule import SCHEDULES
+
+CHOICES: dict[str, Sequence[str]] = {
+    "rollout.engine": ("local", "hf"),
+    "trainer.schedule": tuple(SCHEDULES),
+    "trainer.precision": ("auto", "float32", "bfloat16"),
+    "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "data.on_long": ("error", "drop"),
+}
+AT_LEAST_ONE = (
+    "rollout.prompts_per_step",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "rollout.max_rows",
+    "trainer.max_steps",
+    "trainer.ppo_epochs",
+    "trainer.micro_batch_tokens",
+    "trainer.keep_checkpoints",
+)
+NOT_NEGATIVE = (
+    "rollout.min_new_tokens",
+    "rollout.temperature",
+    "rollout.top_k",
+    "rollout.min_p",
+    "trainer.lr",
+    "trainer.warmup_steps",
+    "trainer.weight_decay",
+    "trainer.eval_every",
+    "trainer.eval_temperature",
+    "trainer.save_every",
+    "model.lora.r",
+    "data.eval_size",
+)
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise ConfigError for the first setting that cannot work."""
+    for key, options in CHOICES.items():
+        value = _get(config, key)
+        if value not in options:
+            raise unknown_option(key, value, options)
+    for key in AT_LEAST_ONE:
+        if _get(config, key) < 1:
+            raise ConfigError(f"{key}={_get(config, key)} must be at least 1.")
+    for key in NOT_NEGATIVE:
+        value = _get(config, key)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{key}={value} must be a finite number of at least 0.")
+    _check_sampling(config)
+    if not config.trainer.max_grad_norm > 0:
+        raise ConfigError(f"trainer.max_grad_norm={config.trainer.max_grad_norm} must be above 0; .inf never clips.")
+    if config.trainer.eval_every and not _has_eval_data(config):
+        raise ConfigError(
+            f"trainer.eval_every={config.trainer.eval_every} has nothing to evaluate on: set data.eval_size, "
+            "data.eval_path or data.eval_split, or trainer.eval_every=0."
+        )
+
+
+def _check_sampling(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.min_new_tokens > rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.min_new_tokens={rollout.min_new_tokens} is above rollout.max_new_tokens={rollout.max_new_tokens}."
+        )
+    if not 0 < rollout.top_p <= 1 or rollout.min_p > 1:
+        raise ConfigError(f"rollout.top_p={rollout.top_p} must be in (0, 1], rollout.min_p={rollout.min_p} in [0, 1].")
+    if rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.temperature=0 is greedy: all completions of a group would be equal and carry no gradient. "
+            "Set rollout.temperature above 0 (1.0 samples from the policy itself)."
+        )
+
+
+def _has_eval_data(config: RunConfig) -> bool:
+    return bool(config.data.eval_size or config.data.eval_path or config.data.eval_split)
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,157 @@
+"""Everything that can be set, with its type and default; torch-free.
+
+The groups `reward`, `advantage`, `objective` and `callbacks` are open mappings: their options are the keyword arguments
+of the function that `name` chooses, and stand with their defaults in `conf/<group>/<option>.yaml`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (PEFT)."""
+
+    r: int = 0
+    """Rank; 0 trains all weights."""
+    alpha: float | None = None
+    """Scale is alpha / r; null means 2·r."""
+    dropout: float = 0.0
+    target_modules: Any = "all-linear"
+    """PEFT's name for a set of layers, or a list of layer names."""
+
+
+@dataclass
+class ModelConfig:
+    """The policy."""
+
+    path: str = MISSING
+    """A hub name, a local folder, builtin:tiny or builtin:smollm2."""
+    dtype: str = "auto"
+    """Of the weights: auto (float32), float32, bfloat16, float16."""
+    attn_implementation: str | None = None
+    device_map: Any = None
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class ColumnsConfig:
+    """Which columns of the data hold what."""
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    """Null when the data has no gold answers."""
+
+
+@dataclass
+class DataConfig:
+    """The prompts."""
+
+    path: str = MISSING
+    """A jsonl, csv or parquet file, a Hugging Face folder or hub name, builtin:additions, builtin:word_problems."""
+    subset: str | None = None
+    """Configuration name on the hub."""
+    split: str = "train"
+    eval_path: str | None = None
+    eval_split: str | None = None
+    eval_size: int = 0
+    """Rows held out of training for evaluation, or the cap on eval_path or eval_split."""
+    size: int | None = None
+    """Cap on training rows; for built-in tasks the number made."""
+    seed: int = 0
+    task: str | None = None
+    """Task of builtin:word_problems."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    system_prompt: str | None = None
+    chat: bool = False
+    """Send a text prompt as a user message through the chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_tokens: int | None = None
+    on_long: str = "error"
+    """A prompt that is too long: error or drop."""
+    shuffle: bool = True
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are sampled."""
+
+    engine: str = "local"
+    """local (in process, prompts prefilled once per group) or hf (plain generate, for comparison)."""
+    prompts_per_step: int = 8
+    """P"""
+    group_size: int = 8
+    """G, completions per prompt."""
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_rows: int = 256
+    """Rows decoded at a time."""
+
+
+@dataclass
+class TrainerConfig:
+    """The loop and the optimizer."""
+
+    max_steps: int = 100
+    seed: int = 0
+    lr: float = 1e-6
+    schedule: str = "constant"
+    """constant, linear or cosine, after the warm-up."""
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    """Where linear and cosine end, as a share of lr."""
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    ppo_epochs: int = 1
+    """Optimizer steps on each batch of rollouts."""
+    micro_batch_tokens: int = 4096
+    """Tokens forwarded and kept for backward at a time; changes memory and speed, not the gradient."""
+    packing: bool = True
+    """Forward each prompt once and no padding; models that cannot are padded and say so."""
+    skip_zero_advantage: bool = True
+    """Do not forward rows that carry no gradient."""
+    precision: str = "auto"
+    """Of the forward pass: auto (bfloat16 on a GPU, else float32), float32 or bfloat16."""
+    device: str = "auto"
+    eval_every: int = 0
+    """Steps between evaluations; 0 never evaluates."""
+    eval_temperature: float = 0.0
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept, beside the best."""
+    resume: bool = False
+    """Go on in run_dir from its newest whole checkpoint."""
+
+
+@dataclass
+class RunConfig:
+    """One training run."""
+
+    name: str = "run"
+    """Names the run folder."""
+    run_dir: str | None = None
+    """Default: runs/<name>-<date>."""
+    resume: str | None = None
+    """Run folder to go on in."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: dict[str, Any] = field(default_factory=dict)
+    advantage: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)

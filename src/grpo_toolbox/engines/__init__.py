@@ -1,0 +1,24 @@
+"""Rollout engines: prompts in, completions out, as token ids with the log-probs they were sampled with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from grpo_toolbox.types import Prompt, Rollout, Sampling
+
+
+class Engine(Protocol):
+    """Whatever samples completions. Token ids in, token ids out: no engine tokenises a prompt or a completion again."""
+
+    def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
+        """Return `group_size` rollouts per prompt, prompt-major; each keeps its stop token and its log-probs."""
+        ...
+
+    def sync(self) -> int:
+        """Take over the policy's present weights and return the new weights version."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds."""
+        ...

@@ -1,0 +1,153 @@
+"""Attention where the completions of a group share one copy of their prompt.
+
+transformers lets a model's attention be replaced by name (`AttentionInterface`). Ours hands query, key and value to
+the `layout` that the caller passed into the forward pass, so that one mechanism serves the packed training forward
+(`PackedLayout`, here) and the rollout engine's prefill and decoding (`engines/local.py`). The rest of the model —
+projections, norms, rotary embeddings — is the untouched Hugging Face module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "grpo_toolbox"
+
+
+class Layout(Protocol):
+    """Who attends to whom in one forward pass."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Return the output (N, S, heads, D) for `query` (N, heads, S, D), `key` and `value` (N, kv, S, D)."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("attention with soft-capped scores or sinks")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return layout.attend(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@contextmanager
+def layout_attention(model: Any) -> Iterator[None]:
+    """Run `model` with layout attention inside the block; afterwards it is the plain Hugging Face model again."""
+    former = model.config._attn_implementation
+    model.config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = former
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Return softmax(q·kᵀ·scaling + mask)·v, causal where `mask` is None; heads of q share those of k and v."""
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Prompts and completions of several groups in one sequence of N tokens, each prompt once.
+
+    Attention itself runs on small padded views that are gathered from the sequence: U prompts of at most S tokens
+    causally, then B completions of at most T tokens against their own prompt and themselves.
+    """
+
+    prompt_index: Tensor
+    """(U, S) position in the sequence of each prompt token; 0 where a prompt is shorter."""
+    completion_index: Tensor
+    """(B, T) position of each completion token; 0 where a completion is shorter."""
+    group: Tensor
+    """(B,) which prompt a completion belongs to."""
+    mask: Tensor
+    """(B, 1, T, S + T) True where a completion token may look."""
+    prompt_source: Tensor
+    """(n,) flat places in (U, S) that hold real tokens, and `prompt_target` (n,) their position in the sequence."""
+    prompt_target: Tensor
+    completion_source: Tensor
+    completion_target: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Return (1, N, heads, D) for the packed sequence of `query` (1, heads, N, D), `key`, `value` (1, kv, N, D)."""
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
+        prompt_k, prompt_v = _padded(k, self.prompt_index), _padded(v, self.prompt_index)  # (U, kv, S, D)
+        prompts = grouped_attention(_padded(q, self.prompt_index), prompt_k, prompt_v, None, scaling)
+        output = torch.zeros_like(q).index_copy(0, self.prompt_target, _flat(prompts)[self.prompt_source])
+        if self.completion_index.shape[1] > 0:
+            keys = torch.cat([prompt_k[self.group], _padded(k, self.completion_index)], dim=2)  # (B, kv, S + T, D)
+            values = torch.cat([prompt_v[self.group], _padded(v, self.completion_index)], dim=2)
+            rows = grouped_attention(_padded(q, self.completion_index), keys, values, self.mask, scaling)
+            output = output.index_copy(0, self.completion_target, _flat(rows)[self.completion_source])
+        return output.unsqueeze(0)
+
+
+def _padded(states: Tensor, index: Tensor) -> Tensor:
+    """(N, heads, D) gathered by (R, S) -> (R, heads, S, D)."""
+    return states[index].transpose(1, 2)
+
+
+def _flat(states: Tensor) -> Tensor:
+    """(R, heads, S, D) -> (R·S, heads, D)."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def packed_layout(
+    prompt_lengths: list[int], completion_lengths: list[int], group: list[int], device: Any
+) -> PackedLayout:
+    """Lay out U prompts and then B completions, one behind the other, as one sequence without padding."""
+    lengths = torch.tensor([*prompt_lengths, *completion_lengths])
+    starts = lengths.cumsum(0) - lengths
+    count = len(prompt_lengths)
+    prompt_index, prompt_real = _places(starts[:count], lengths[:count])
+    completion_index, completion_real = _places(starts[count:], lengths[count:])
+    owner = torch.tensor(group, dtype=torch.long)
+    width = completion_index.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    sees_prompt = prompt_real[owner].unsqueeze(1).expand(-1, width, -1)  # (B, T, S)
+    sees_itself = (causal & completion_real.unsqueeze(1)) | torch.eye(
+        width, dtype=torch.bool
+    )  # padding sees itself: no NaN
+    mask = torch.cat([sees_prompt, sees_itself], dim=2).unsqueeze(1)
+    parts = (prompt_index, completion_index, owner, mask, *_scatter(prompt_index, prompt_real))
+    return PackedLayout(*(part.to(device) for part in (*parts, *_scatter(completion_index, completion_real))))
+
+
+def _places(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions (R, longest) of R runs of tokens, and which of them are real."""
+    steps = torch.arange(int(lengths.max()) if len(lengths) else 0)
+    real = steps < lengths.unsqueeze(1)
+    return torch.where(real, starts.unsqueeze(1) + steps, 0), real
+
+
+def _scatter(index: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    return real.flatten().nonzero().squeeze(1), index[real]
