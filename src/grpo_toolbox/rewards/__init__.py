@@ -1,0 +1,34 @@
+"""Rewards: what a completion is worth.
+
+`build_reward(name, **options)` makes a `Reward`; `score_rollouts` applies it to a step's rollouts. The contract of a
+reward function, the members and their options stand in docs/rewards.md.
+"""
+
+from grpo_toolbox.rewards.build import REWARDS, build_reward, check_options, weighted_sum
+from grpo_toolbox.rewards.contract import Component, Reward, RewardFunction, TrainerState, combine
+from grpo_toolbox.rewards.exact import exact_match
+from grpo_toolbox.rewards.formats import format_reward
+from grpo_toolbox.rewards.judge import llm_judge
+from grpo_toolbox.rewards.length import length_penalty
+from grpo_toolbox.rewards.model import reward_model
+from grpo_toolbox.rewards.scoring import score_rollouts
+from grpo_toolbox.rewards.text import completion_text
+
+__all__ = [
+    "REWARDS",
+    "Component",
+    "Reward",
+    "RewardFunction",
+    "TrainerState",
+    "build_reward",
+    "check_options",
+    "combine",
+    "completion_text",
+    "exact_match",
+    "format_reward",
+    "length_penalty",
+    "llm_judge",
+    "reward_model",
+    "score_rollouts",
+    "weighted_sum",
+]

@@ -1,0 +1,189 @@
+"""From names and options to rewards; the YAML group; errors of configuration."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.rewards import REWARDS, build_reward, check_options, combine
+
+CONF = Path(str(files("grpo_toolbox"))) / "conf" / "reward"
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_the_yaml_of_each_reward_lists_every_option_with_its_default(name: str) -> None:
+    written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert written.pop("name") == name
+    assert written.pop("on_error") == "stop"
+    parameters = inspect.signature(REWARDS[name]).parameters
+    assert list(written) == list(parameters)
+    for option, parameter in parameters.items():
+        if parameter.default is not parameter.empty:
+            assert written[option] == parameter.default
+        elif option != "components":
+            assert written[option] == "???"
+
+
+def test_the_weighted_sum_of_the_yaml_scores_by_hand() -> None:
+    options = yaml.safe_load((CONF / "weighted_sum.yaml").read_text())
+    reward = build_reward(**options)
+    assert [(part.name, part.weight) for part in reward.components] == [
+        ("exact_match", 1.0),
+        ("format", 0.1),
+        ("length_penalty", 0.05),
+    ]
+    # right, in form, short: 1 + 0.1; right and 450 characters: 1 − 0.05·0.5; wrong, in form, 600 characters: 0.1 − 0.05
+    completions = ["<answer>12</answer>", "12".rjust(450), "<answer>13</answer>".rjust(600)]
+    assert reward(completions=completions, answer=["12"] * 3) == pytest.approx([1.1, 0.975, 0.05])
+
+
+def test_building_and_checking_load_neither_torch_nor_httpx() -> None:
+    code = (
+        "import sys\n"
+        "from grpo_toolbox.rewards import build_reward, check_options\n"
+        "build_reward('weighted_sum', components=[{'name': n} for n in ('exact_match', 'format', 'length_penalty')])\n"
+        "check_options('reward_model', path='somewhere')\n"
+        "build_reward('llm_judge', base_url='http://localhost:1', model='m')\n"
+        "print([name for name in ('torch', 'httpx', 'numpy', 'transformers') if name in sys.modules])\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "exact_mach"}, r"reward\.name='exact_mach'.*length_penalty.*Did you mean exact_match\?"),
+        (
+            {"name": "exact_match", "extarct": "boxed"},
+            r"reward\.extarct is not an option of exact_match: extract.*extract\?",
+        ),
+        ({"name": "exact_match", "on_error": "ignore"}, r"reward\.on_error='ignore' is not an option: skip, stop"),
+        ({"name": "reward_model"}, r"reward\.name=reward_model needs reward\.path"),
+        ({"name": "llm_judge", "base_url": "???", "model": "m"}, r"needs reward\.base_url"),
+        ({"name": "weighted_sum"}, r"needs reward\.components"),
+        ({"name": "weighted_sum", "components": []}, r"reward\.components must be a list"),
+        ({"name": "weighted_sum", "components": [{"weight": 1}]}, r"reward\.components\[0\] has no name"),
+        (
+            {"name": "weighted_sum", "components": [{"name": "format"}, {"name": "format", "layouts": "think"}]},
+            r"reward\.components\[1\]\.layouts is not an option of format.*Did you mean layout\?",
+        ),
+        (
+            {"name": "weighted_sum", "components": [{"name": "format", "weight": "0.5"}]},
+            r"weight '0\.5' of reward 'format'",
+        ),
+        ({"name": "no_such_module:fn"}, r"importing 'no_such_module' failed \(ModuleNotFoundError"),
+        ({"name": "inspect:signatur"}, r"inspect has no function 'signatur'.*Did you mean signature\?"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_reward(**options)
+
+
+def test_a_wrong_option_is_named_before_a_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.batchsize is not an option.*batch_size\?"):
+        check_options("reward_model", path="a folder that is not there", batchsize=2)
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the working directory."""
+    (tmp_path / "my_rewards.py").write_text(
+        "def bonus(completions, answer, factor=2.0, **kwargs):\n"
+        "    return [factor * (text == gold) for text, gold in zip(completions, answer)]\n"
+        "class Threshold:\n"
+        "    def __init__(self, at):\n"
+        "        self.at = at\n"
+        "    def __call__(self, completions):\n"
+        "        return [float(len(text) > self.at) for text in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    return "my_rewards"
+
+
+def test_a_function_of_the_users_is_plugged_in_by_its_name(plug_in: str) -> None:
+    reward = build_reward(f"{plug_in}:bonus", factor=3.0)
+    assert reward.name == "bonus"
+    assert reward.columns_needed() == ("answer",)
+    assert reward(completions=["a", "b"], answer=["a", "a"]) == [3.0, 0.0]
+
+
+def test_a_bound_option_is_not_overwritten_by_a_column_of_its_name(plug_in: str) -> None:
+    reward = build_reward(f"{plug_in}:bonus", factor=3.0)
+    assert reward(completions=["a"], answer=["a"], factor=[100.0]) == [3.0]
+
+
+def test_a_class_of_the_users_is_built_with_its_options(plug_in: str) -> None:
+    reward = build_reward(f"{plug_in}:Threshold", at=2)
+    assert reward.name == "Threshold"
+    assert reward(completions=["a", "abc"]) == [0.0, 1.0]
+    with pytest.raises(ConfigError, match=r"needs reward\.at"):
+        build_reward(f"{plug_in}:Threshold")
+
+
+def test_a_plug_in_with_kwargs_still_refuses_an_unknown_option(plug_in: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.facto is not an option of my_rewards:bonus: answer, factor\."):
+        build_reward(f"{plug_in}:bonus", facto=3.0)
+
+
+def test_weights_and_functions_must_be_equally_many() -> None:  # d01.7
+    functions = [build_reward(name) for name in ("exact_match", "format", "length_penalty")]
+    with pytest.raises(ConfigError, match=r"3 reward functions but 2 weights.*exact_match, format, length_penalty"):
+        combine(functions, [1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "message"),
+    [
+        ([], None, "at least one function"),
+        (["exact_match"], None, "'exact_match' is not callable"),
+        ([len], None, "takes obj by position only"),
+        ([build_reward("format")], [float("inf")], "weight inf of reward 'format' is not a finite number"),
+        ([build_reward("format")], [True], "weight True"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(functions: list, weights: list | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        combine(functions, weights)
+
+
+def test_equal_names_are_told_apart() -> None:
+    reward = combine([build_reward("format"), build_reward("format", layout="think"), build_reward("format")])
+    assert [part.name for part in reward.components] == ["format", "format_2", "format_3"]
+
+
+def test_weights_of_nested_sums_multiply() -> None:
+    inner = {"name": "weighted_sum", "weight": 0.5, "components": [{"name": "format", "weight": 0.2}]}
+    reward = build_reward("weighted_sum", components=[{"name": "length_penalty"}, inner])
+    assert [(part.name, part.weight) for part in reward.components] == [("length_penalty", 1.0), ("format", 0.1)]
+
+
+def test_on_error_holds_for_one_component_or_for_all() -> None:
+    parts = [{"name": "format", "on_error": "skip"}, {"name": "length_penalty"}]
+    assert [part.on_error for part in build_reward("weighted_sum", components=parts).components] == ["skip", "stop"]
+    tolerant = build_reward("weighted_sum", components=parts, on_error="skip")
+    assert [part.on_error for part in tolerant.components] == ["skip", "skip"]
+
+
+def test_the_python_of_the_documentation_runs() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})
+
+
+def test_the_yaml_of_the_documentation_is_the_shipped_one() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    written = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[0])["reward"]
+    assert {**written, "on_error": "stop"} == yaml.safe_load((CONF / "weighted_sum.yaml").read_text())
