@@ -24,6 +24,8 @@ Std = Literal["sample", "population"]
 
 _RESIDUE = 1e-12
 """Spread below this share of the rewards' size is what subtracting equal float64 numbers leaves behind."""
+_LARGEST = 1e38
+"""Advantages become float32, which ends at 3.4e38; RLOO's can be twice the largest reward."""
 
 
 def group_relative(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -> Tensor:
@@ -76,9 +78,14 @@ def _scored(rewards: Tensor, name: str) -> Tensor:
             f"advantage={name} compares the completions of a group, and rollout.group_size={rewards.shape[1]} leaves "
             "nothing to compare with: set rollout.group_size to 2 or more."
         )
-    if rewards.isinf().any():
-        raise ConfigError(f"advantage={name} got an infinite reward; rewards must be finite numbers or NaN.")
-    return rewards.double()
+    scored = rewards.double()
+    too_large = scored[scored.abs() > _LARGEST]
+    if len(too_large):
+        raise ConfigError(
+            f"advantage={name} got a reward of {float(too_large[0]):g}: rewards must be finite and at most "
+            f"{_LARGEST:g} in size (beyond it advantages overflow float32), or NaN for not applicable."
+        )
+    return scored
 
 
 def _centre(rewards: Tensor) -> Tensor:
@@ -100,4 +107,5 @@ def _spread(centred: Tensor, std: str, dim: int) -> Tensor:
 
 def _finish(advantages: Tensor, rewards: Tensor) -> Tensor:
     """Return advantages in the rewards' dtype with 0 where there was no reward or (eps=0) nothing to divide by."""
-    return torch.where(rewards.isfinite() & advantages.isfinite(), advantages, 0.0).to(rewards.dtype)
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    return torch.where(rewards.isfinite() & advantages.isfinite(), advantages, 0.0).to(dtype)

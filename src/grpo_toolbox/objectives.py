@@ -62,6 +62,10 @@ class Objective:
             raise unknown_option("objective.kl", self.kl, KL)
         if not 0 <= self.beta < float("inf"):
             raise ConfigError(f"objective.beta={self.beta} must be a finite number >= 0; 0 switches the KL off.")
+        if self.length is not None and not 0 < self.length < float("inf"):
+            raise ConfigError(
+                f"objective.length={self.length} must be a finite number > 0; null takes rollout.max_new_tokens."
+            )
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
@@ -74,7 +78,7 @@ def build_objective(surrogate: Callable[..., tuple[Tensor, Tensor]], **options: 
     own = {key: options.pop(key) for key in ("loss_agg", "beta", "kl", "length") if key in options}
     for key in ("clip_eps", "clip_eps_high"):
         value = options.get(key)
-        if isinstance(value, (int, float)) and value < 0:
+        if isinstance(value, (int, float)) and not value >= 0:
             raise ConfigError(
                 f"objective.{key}={value} must be >= 0: the ratio is kept in [1 − clip_eps, 1 + clip_eps_high]."
             )

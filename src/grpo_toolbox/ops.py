@@ -62,7 +62,7 @@ class _HeadLogps(torch.autograd.Function):
     def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, entropy, normalisers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = _at_least_float32(torch.zeros_like(weight)) if ctx.needs_input_grad[1] else None
         with_entropy = bool((grad_entropy != 0).any())
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -77,7 +77,7 @@ class _HeadLogps(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def head_logps_and_entropy(
@@ -87,6 +87,10 @@ def head_logps_and_entropy(
 
     `hidden` (N, H), `weight` (V, H), `labels` (N,). Equal to `logps_and_entropy(hidden @ weight.T, …)`, gradients too.
     """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # backward runs outside autocast: its logits must be those of forward
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
     return _HeadLogps.apply(hidden, weight, labels, temperature, chunk)
 
 
