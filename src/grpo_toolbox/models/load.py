@@ -1,0 +1,253 @@
+"""From `model.path` to a policy: its tokenizer, its weights, its reference, and how it is written out again.
+
+A path is `builtin:tiny` (made on the spot, always the same weights), `builtin:smollm2` (fetched once into the cache
+folder), a local folder, or the name of a model on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.models.lora import LoraOptions, add_adapter, has_adapter, merged_state_dict
+from grpo_toolbox.models.paths import ADAPTER_FILE, TINY, resolve_model_path
+
+if TYPE_CHECKING:  # resolving a path loads no torch
+    import torch
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+__all__ = [
+    "DTYPES",
+    "LoraOptions",
+    "Reference",
+    "count_parameters",
+    "has_adapter",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "make_reference",
+    "max_positions",
+    "merged_state_dict",
+    "resolve_model_path",
+    "save_pretrained",
+    "stop_token_ids",
+]
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read a model's configuration without its weights; for an adapter folder, its base model's."""
+    from transformers import AutoConfig
+
+    path = resolve_model_path(path)
+    if path == TINY:
+        from grpo_toolbox.models.tiny import tiny_config
+
+        return tiny_config()
+    base = _adapter_base(path)
+    if base is not None:
+        return load_config(base, trust_remote_code=trust_remote_code)
+    with _refusals(path):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; one without a pad token pads with its end token (masks come from lengths, never from ids)."""
+    from transformers import AutoTokenizer
+
+    path = resolve_model_path(path)
+    if path == TINY:
+        from grpo_toolbox.models.tiny import build_tokenizer
+
+        return build_tokenizer()
+    with _refusals(path):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"model.path={path}: its tokenizer has neither a pad token nor an end token. "
+                "Set eos_token in its tokenizer_config.json."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    attn_implementation: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    lora: LoraOptions | None = None,
+    gradient_checkpointing: bool = False,
+) -> torch.nn.Module:
+    """Load a causal language model in eval mode onto `device`, or spread over devices by `device_map`.
+
+    `dtype="auto"` is float32 for whatever is trained, and always on the CPU; the frozen base of an adapter keeps the
+    checkpoint's own type on an accelerator. Adapter weights are float32 on any base: half precision rounds AdamW's
+    small steps away. A folder that holds an adapter is loaded as its base model with the adapter added in.
+    The same `seed` draws the same fresh adapter; the global random state is left as it was.
+    """
+    import torch
+
+    if dtype not in DTYPES:
+        raise unknown_option("model.dtype", dtype, DTYPES)
+    adapter = lora if lora is not None and lora.r > 0 else None
+    frozen_base = adapter is not None and torch.device(device).type != "cpu"
+    if dtype == "auto" and not frozen_base:
+        dtype = "float32"
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options |= {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options |= {} if device_map is None else {"device_map": device_map}
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would reseed the accelerators, too, and this fork does not put those back.
+        torch.default_generator.manual_seed(seed)
+        model = _load_plain(path, options)
+        if adapter is not None:
+            model = add_adapter(model, adapter)
+    if device_map is None:
+        model.to(device)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.eval()
+
+
+def _load_plain(path: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    resolved = resolve_model_path(path)
+    base = _adapter_base(resolved)
+    if resolved == TINY:
+        model = _load_tiny(options)
+    elif base is not None:
+        model = _load_merged(base, resolved, options)
+    else:
+        with _refusals(resolved):
+            model = AutoModelForCausalLM.from_pretrained(resolved, **options)
+    # An adapter written later names this as its base; a built-in's name holds on every machine, its folder does not.
+    model.name_or_path = path if path.startswith("builtin:") else resolved
+    return model
+
+
+def _load_tiny(options: dict[str, Any]) -> Any:
+    import torch
+
+    from grpo_toolbox.models.tiny import build_tiny
+
+    model, _ = build_tiny()
+    if "attn_implementation" in options:
+        model.set_attn_implementation(options["attn_implementation"])
+    return model if options["dtype"] == "auto" else model.to(getattr(torch, options["dtype"]))
+
+
+def _adapter_base(path: str) -> str | None:
+    """Name the base model of an adapter folder; None for a plain checkpoint, a built-in or a hub name."""
+    folder = Path(path)
+    if (folder / "config.json").is_file() or not (folder / ADAPTER_FILE).is_file():
+        return None
+    return json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+
+
+def _load_merged(base: str, folder: str, options: dict[str, Any]) -> Any:
+    from peft import PeftModel
+
+    model = _load_plain(base, options)
+    with _refusals(folder):
+        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+@contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    """Turn what transformers and PEFT raise for a checkpoint they cannot get or read into one line with a way out."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        if Path(path).is_dir():
+            raise ConfigError(f"model.path={path} cannot be loaded: {reason}") from error
+        raise ConfigError(
+            f"model.path={path} is not a local folder, and the hub did not give it: {reason} "
+            "Without a network, pass a folder that holds the checkpoint: model.path=/path/to/folder"
+        ) from error
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return how many tokens the model has positions for; None where its configuration sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def stop_token_ids(source: torch.nn.Module | GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every token that ends a completion, ascending: the tokenizer's end token and the generation config's.
+
+    `source` is a model or its generation config. Instruct models often have two: end of turn and end of text.
+    """
+    listed = getattr(getattr(source, "generation_config", source), "eos_token_id", None)
+    ids = [*listed, tokenizer.eos_token_id] if isinstance(listed, list | tuple) else [listed, tokenizer.eos_token_id]
+    return tuple(sorted({token for token in ids if token is not None}))
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the number of parameters, and of those how many are trained; a tied head counts once."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+class Reference:
+    """The model that the KL term compares with: the policy as it was when this was built, never trained.
+
+    With full fine-tuning it is a frozen copy. With LoRA it is the policy with its adapter switched off: that costs no
+    memory, and is the model as it was loaded even when built later.
+    """
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self._switched = has_adapter(policy)
+        self._net: Any = policy if self._switched else copy.deepcopy(policy).requires_grad_(False).eval()
+
+    @contextmanager
+    def model(self) -> Iterator[torch.nn.Module]:
+        """Yield the module to run, in eval mode and without gradients; afterwards the policy is as it was before."""
+        import torch
+
+        if not self._switched:
+            with torch.no_grad():
+                yield self._net
+            return
+        training = self._net.training
+        self._net.eval()
+        try:
+            with torch.no_grad(), self._net.disable_adapter():
+                yield self._net
+        finally:
+            self._net.train(training)
+
+
+def make_reference(policy: torch.nn.Module) -> Reference:
+    """Keep the policy's present weights as the reference: call it before any update and before loading a checkpoint."""
+    return Reference(policy)
+
+
+def save_pretrained(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, merged: bool = False
+) -> None:
+    """Write a checkpoint that `load_model` reads: a plain one, or with LoRA the adapter alone; and the tokenizer.
+
+    `merged=True` writes a plain checkpoint with the adapter added in, for tools that know no adapters.
+    """
+    writer: Any = model
+    if not has_adapter(model):
+        writer.save_pretrained(folder)
+    elif merged:
+        writer.get_base_model().save_pretrained(folder, state_dict=merged_state_dict(model))
+    else:
+        # PEFT's default asks the hub whether the base's vocabulary has grown; the toolbox never resizes it.
+        writer.save_pretrained(folder, save_embedding_layers=False)
+    tokenizer.save_pretrained(str(folder))
