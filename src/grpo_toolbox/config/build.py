@@ -17,13 +17,13 @@ from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.callbacks import build_callbacks
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint
 from grpo_toolbox.config.options import bind, resolve
-from grpo_toolbox.config.schema import RunConfig, TrainerConfig
+from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.models.forward import packing_gap
+from grpo_toolbox.models.forward import packing_refusal
 from grpo_toolbox.models.load import (
     LoraOptions,
     load_config,
@@ -41,9 +41,6 @@ from grpo_toolbox.trainer import Run, UpdateSettings, restore
 from grpo_toolbox.types import Prompt, RunInfo, Sampling
 
 log = logging.getLogger(__name__)
-
-PACKING_TOLERANCE = 1e-3
-"""Largest |Δ log-prob| between packed and plain forward in float32 that is rounding and not another function."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +63,8 @@ def build_run(config: RunConfig, rows: tuple[list[dict[str, Any]], list[dict[str
     device = _device(trainer.device)
     torch.manual_seed(trainer.seed)
     model = _load_policy(config, device)
-    gap = (
-        packing_gap(model, len(parts.tokenizer), device) if trainer.packing or config.rollout.engine == "local" else 0.0
-    )
-    packs = gap < PACKING_TOLERANCE
-    if not packs:
-        log.warning(
-            "%s does not take the packed layout (log-probs differ by %.2g): it is trained with padding and sampled "
-            "with plain generate, which is slower and gives the same numbers.",
-            config.model.path,
-            gap,
-        )
+    packs = _packs(config, model, parts, device)
+    warn_if_cut(config.rollout)
     run = Run(
         info=info,
         policy=model,
@@ -160,6 +148,19 @@ def sampling(config: RunConfig) -> Sampling:
     )
 
 
+def warn_if_cut(rollout: RolloutConfig) -> None:
+    """Say that top-k, top-p and min-p restrict what is drawn, but not what log-probs mean."""
+    cuts = [f"rollout.top_k={rollout.top_k}"] if rollout.top_k else []
+    cuts += [f"rollout.top_p={rollout.top_p}"] if rollout.top_p < 1 else []
+    cuts += [f"rollout.min_p={rollout.min_p}"] if rollout.min_p else []
+    if cuts:
+        log.warning(
+            "%s: tokens are drawn from a part of the vocabulary, while log-probs, of the engine as of the trainer, are "
+            "those of the whole softmax at rollout.temperature. Leave it out to draw from the policy that is trained.",
+            ", ".join(cuts),
+        )
+
+
 def _named(group: str, values: Mapping[str, Any], build: Callable[[str, dict[str, Any]], Any]) -> Any:
     options = dict(values)
     name = options.pop("name", None)
@@ -189,6 +190,23 @@ def _load_policy(config: RunConfig, device: torch.device) -> nn.Module:
         gradient_checkpointing=model.gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.device) -> bool:
+    """Tell whether the model takes the packed layout, and say so once where it does not."""
+    if not config.trainer.packing and config.rollout.engine != "local":
+        return False
+    longest_prompt = max(len(prompt.ids) for prompt in (*parts.prompts, *parts.eval_prompts))
+    longest = longest_prompt + config.rollout.max_new_tokens
+    refusal = packing_refusal(model, len(parts.tokenizer), longest, device)
+    if refusal is not None:
+        log.warning(
+            "%s does not take the packed layout (%s): it is trained with padding and sampled with plain generate, "
+            "which is slower and gives the same numbers.",
+            config.model.path,
+            refusal,
+        )
+    return refusal is None
 
 
 def _engine(config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool) -> Engine:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from grpo_toolbox.models.forward import plain_model
+from grpo_toolbox.models.forward import eval_mode, plain_model
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 
@@ -32,9 +33,7 @@ class HfEngine:
         width = max(map(len, rows))
         ids = torch.tensor([[*([0] * (width - len(row))), *row] for row in rows], device=device)
         pads = torch.tensor([width - len(row) for row in rows], device=device)
-        training = model.training
-        model.eval()
-        with torch.random.fork_rng(), torch.inference_mode():
+        with eval_mode(model), _without_defaults(model), torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(sampling.seed)
             output = model.generate(
                 input_ids=ids,
@@ -42,7 +41,6 @@ class HfEngine:
                 generation_config=_generation_config(sampling, self._stop_ids),
             )
             logps = _logps(output.logits, output.sequences[:, width:], sampling.temperature or 1.0)
-        model.train(training)
         return [
             self._rollout(prompts[row // group_size], drawn, logps[row].tolist())
             for row, drawn in enumerate(output.sequences[:, width:].tolist())
@@ -64,6 +62,17 @@ class HfEngine:
         return Rollout(prompt, tuple(ids), tuple(logps[:end]), finish, text, self._version)  # type: ignore[arg-type]
 
 
+@contextmanager
+def _without_defaults(model: Any) -> Iterator[None]:
+    """Keep the checkpoint's generation defaults (repetition penalties, banned words) out of what is sampled."""
+    former = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = former
+
+
 def _generation_config(sampling: Sampling, stop_ids: tuple[int, ...]) -> GenerationConfig:
     cuts: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     if sampling.min_p:
@@ -72,8 +81,8 @@ def _generation_config(sampling: Sampling, stop_ids: tuple[int, ...]) -> Generat
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens or None,
         do_sample=sampling.temperature > 0,
-        eos_token_id=list(stop_ids),
-        pad_token_id=stop_ids[0],
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=stop_ids[0] if stop_ids else 0,
         output_logits=True,
         return_dict_in_generate=True,
         **(cuts if sampling.temperature > 0 else {}),

@@ -7,8 +7,8 @@ by `engines/hf.py` instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import grouped_attention, layout_attention
-from grpo_toolbox.models.forward import decoder, plain_model
+from grpo_toolbox.models.forward import decoder, eval_mode, plain_model
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 
@@ -26,21 +26,33 @@ class KeyValues:
     def __init__(self, visible: Tensor) -> None:
         self.visible = visible
         """(N, places) True where a place holds a token of its row."""
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By layer and call: a layer of differential attention attends twice, with other values."""
         self.used = 0
+        self._calls: Counter[int] = Counter()
+
+    @property
+    def span(self) -> int:
+        """Tokens of the longest prompt and the longest completion together."""
+        return self.visible.shape[1]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
         self.visible = self.visible[rows]
-        self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
+        self.layers = {place: (keys[rows], values[rows]) for place, (keys, values) in self.layers.items()}
+
+    def advance(self, new: int) -> None:
+        """A forward pass is over, and `new` more places are in use."""
+        self.used += new
+        self._calls.clear()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store the new tokens' keys and values behind the old ones, and attend to all that a row can see."""
-        rows, heads, new, size = key.shape
-        if layer not in self.layers:
-            shape = (rows, heads, self.visible.shape[1], size)
-            self.layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
-        keys, values = self.layers[layer]
+        new, place = key.shape[2], (layer, self._calls[layer])
+        self._calls[layer] += 1
+        if place not in self.layers:
+            self.layers[place] = (self._buffer(key), self._buffer(value))
+        keys, values = self.layers[place]
         end = self.used + new
         keys[:, :, self.used : end] = key
         values[:, :, self.used : end] = value
@@ -51,6 +63,10 @@ class KeyValues:
             mask = (mask & causal) | itself
         attended = grouped_attention(query, keys[:, :, :end], values[:, :, :end], mask, scaling)
         return attended.transpose(1, 2)
+
+    def _buffer(self, states: Tensor) -> Tensor:
+        rows, heads, _, size = states.shape
+        return states.new_zeros(rows, heads, self.span, size)
 
 
 class LocalEngine:
@@ -71,11 +87,14 @@ class LocalEngine:
         self._version = 0
 
     def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-        """Return `group_size` rollouts per prompt, prompt-major; at most `max_rows` rows are decoded at a time."""
+        """Return `group_size` rollouts per prompt, prompt-major.
+
+        At most `max_rows` rows are decoded at a time, or one group where that is larger: it shares its prompt.
+        """
         keys = row_keys(sampling.seed, [prompt.id for prompt in prompts], group_size)
         at_once = max(self._max_rows // group_size, 1)
         rollouts: list[Rollout] = []
-        with _evaluating(self._model), torch.inference_mode():
+        with eval_mode(self._model), torch.inference_mode():
             for start in range(0, len(prompts), at_once):
                 part = prompts[start : start + at_once]
                 rows = slice(start * group_size, (start + len(part)) * group_size)
@@ -97,17 +116,6 @@ class LocalEngine:
         finish = "stop" if ids and ids[-1] in self._stop_ids else "length"
         text = self._decode(ids, finish)
         return Rollout(prompt, tuple(ids), tuple(logps), finish, text, self._version)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off while sampling; a policy that samples with dropout is not the policy that is trained."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _decode_groups(
@@ -171,6 +179,6 @@ def _prefill(
 def _forward(model: Any, ids: Tensor, positions: Tensor, cache: KeyValues) -> Tensor:
     """Run new tokens (N, S) behind the cache and return the logits (N, V) of the last."""
     output = decoder(model)(input_ids=ids, position_ids=positions, use_cache=False, layout=cache)
-    cache.used += ids.shape[1]
+    cache.advance(ids.shape[1])
     logits: Tensor = model.get_output_embeddings()(output.last_hidden_state[:, -1])
     return logits

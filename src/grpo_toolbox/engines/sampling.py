@@ -26,7 +26,9 @@ def row_keys(seed: int, prompt_ids: Sequence[int], group_size: int) -> NDArray[n
         repeat = seen[prompt] = seen.get(prompt, -1) + 1
         keys += [(prompt, repeat * group_size + place) for place in range(group_size)]
     ids, places = np.array(keys, dtype=np.int64).astype(np.uint64).T
-    return _mix(_mix(_mix(np.uint64(seed % 2**64) + _GOLDEN) ^ ids) ^ places)
+    with np.errstate(over="ignore"):
+        start = np.uint64(seed % 2**64) + _GOLDEN
+    return _mix(_mix(_mix(start) ^ ids) ^ places)
 
 
 def uniforms(keys: NDArray[np.uint64], position: int) -> Tensor:
@@ -62,12 +64,18 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, banned: Sequence
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token whose cumulative probability exceeds `uniform` times the total (N,)."""
-    cumulative = probs.cumsum(dim=-1)
-    point = (uniform.to(cumulative.device) * cumulative[:, -1]).to(cumulative.dtype)
-    # rounding may put the point on the total itself: then the last token of non-zero probability is the one
-    last = (probs > 0).long().mul_(torch.arange(1, probs.shape[1] + 1, device=probs.device)).argmax(dim=-1)
-    return torch.searchsorted(cumulative, point.unsqueeze(1), right=True).squeeze(1).minimum(last)
+    """Return the first token whose cumulative probability exceeds `uniform` times the total (N,).
+
+    Sums are in float64: in float32 a token below 6e-8 adds nothing to a sum near 1, and its neighbour is drawn for it.
+    """
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    cumulative = probs.cumsum(dim=-1, dtype=exact)
+    total = cumulative[:, -1:].contiguous()
+    point = uniform.to(exact).to(probs.device).unsqueeze(1) * total
+    drawn = torch.searchsorted(cumulative, point, right=True)
+    # rounding may put the point on the total itself: then the token that reached the total is the one
+    last = torch.searchsorted(cumulative, total).clamp(max=probs.shape[1] - 1)
+    return drawn.minimum(last).squeeze(1)
 
 
 def _cut(log_probs: Tensor, sampling: Sampling) -> Tensor:

@@ -19,10 +19,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "grpo_toolbox"
+_OTHER_MATHS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""Options by which some models ask for another attention than softmax(q·kᵀ)·v over everything before."""
 
 
 class Layout(Protocol):
     """Who attends to whom in one forward pass."""
+
+    @property
+    def span(self) -> int:
+        """An upper bound on the tokens of a row: nothing looks further back than this."""
+        ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return the output (N, S, heads, D) for `query` (N, heads, S, D), `key` and `value` (N, kv, S, D)."""
@@ -38,12 +45,14 @@ def _attention(
     *,
     layout: Layout,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    sliding_window: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("attention with soft-capped scores or sinks")
+    other = [name for name in _OTHER_MATHS if options.get(name) is not None]
+    if other:
+        raise NotImplementedError(f"attention with {', '.join(other)}")
+    if sliding_window and layout.span > sliding_window:
+        raise NotImplementedError(f"rows of up to {layout.span} tokens and a window of {sliding_window}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
 
@@ -97,12 +106,18 @@ class PackedLayout:
     completion_source: Tensor
     completion_target: Tensor
 
+    @property
+    def span(self) -> int:
+        """Tokens of the longest prompt and the longest completion together."""
+        return self.mask.shape[-1]
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return (1, N, heads, D) for the packed sequence of `query` (1, heads, N, D), `key`, `value` (1, kv, N, D)."""
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
         prompt_k, prompt_v = _padded(k, self.prompt_index), _padded(v, self.prompt_index)  # (U, kv, S, D)
         prompts = grouped_attention(_padded(q, self.prompt_index), prompt_k, prompt_v, None, scaling)
-        output = torch.zeros_like(q).index_copy(0, self.prompt_target, _flat(prompts)[self.prompt_source])
+        output = q.new_zeros(*q.shape[:2], v.shape[-1])
+        output = output.index_copy(0, self.prompt_target, _flat(prompts)[self.prompt_source])
         if self.completion_index.shape[1] > 0:
             keys = torch.cat([prompt_k[self.group], _padded(k, self.completion_index)], dim=2)  # (B, kv, S + T, D)
             values = torch.cat([prompt_v[self.group], _padded(v, self.completion_index)], dim=2)

@@ -1,10 +1,12 @@
 """Log-probs of completions under a model: packed, with each prompt forwarded once, or padded where that cannot be.
 
-Both give the same numbers; `packing_gap` measures by how much they differ on the model at hand.
+Both give the same numbers on a model that `packing_refusal` has nothing to say about.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,12 @@ from torch import Tensor, nn
 from grpo_toolbox.batch import Batch
 from grpo_toolbox.models.attention import layout_attention, packed_layout
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
+
+FLOAT32_ROUNDING = 1e-3
+"""Largest |Δ log-prob| between packed and plain forward in float32 that is rounding and not another function."""
+HALF_ROUNDING = 0.3
+"""The same for weights in half precision; another function differs by about 1 on a trained model."""
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def completion_logps(model: nn.Module, batch: Batch, *, temperature: float, packed: bool) -> tuple[Tensor, Tensor]:
@@ -23,6 +31,18 @@ def completion_logps(model: nn.Module, batch: Batch, *, temperature: float, pack
 def plain_model(model: Any) -> Any:
     """Return the Hugging Face model itself; under PEFT its adapter layers are already inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside the block; afterwards every module is in the mode it was in before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -43,7 +63,7 @@ def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tenso
         ).last_hidden_state[0]  # (N, H)
     logps, entropy = head_logps_and_entropy(
         hidden[_predictors(batch, prompt_lengths, lengths).to(device)],
-        model.get_output_embeddings().weight,
+        _head_weight(model),
         torch.tensor([token for row in batch.completions for token in row], device=device),
         temperature,
     )
@@ -53,6 +73,14 @@ def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tenso
 def decoder(model: Any) -> Any:
     """Return the model without its language-model head."""
     return model.get_decoder()
+
+
+def _head_weight(model: Any) -> Tensor:
+    """Return the matrix that is all there is to the head; a bias or an adapter can be zero at first and grow unseen."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise NotImplementedError("an output head that is more than one matrix")
+    return head.weight
 
 
 def _predictors(batch: Batch, prompt_lengths: list[int], lengths: list[int]) -> Tensor:
@@ -97,11 +125,56 @@ def _padded(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tenso
     return torch.where(inside, logps, 0.0), torch.where(inside, entropy, 0.0)
 
 
+def packing_refusal(model: nn.Module, vocabulary: int, longest: int, device: torch.device) -> str | None:
+    """Say why `model` cannot take the packed layout for rows of up to `longest` tokens; None where it can.
+
+    What a probe of a few tokens cannot show (a window of thousands, a cap that small logits do not feel) is read from
+    the configuration; everything else shows in the probe.
+    """
+    plain = plain_model(model)
+    config = plain.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    limit = _plain_attention_limit(config)
+    if not getattr(plain, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    if kinds:
+        return f"it has layers of kind {', '.join(sorted(kinds))}"
+    if limit is not None and longest > limit:
+        return f"its attention changes past {limit} tokens, and prompt and completion may reach {longest}"
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return "it caps its logits"
+    try:
+        gap = packing_gap(model, vocabulary, device)
+    except (NotImplementedError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        return f"its forward pass does not take it ({str(error).partition(chr(10))[0]})"
+    tolerance = FLOAT32_ROUNDING if next(plain.parameters()).dtype == torch.float32 else HALF_ROUNDING
+    return None if gap < tolerance else f"log-probs differ by {gap:.2g}"
+
+
+def _plain_attention_limit(config: Any) -> int | None:
+    """Return the most tokens for which every layer's attention is the plain causal one; None without a limit.
+
+    Sliding windows and chunks end it, and LongRoPE, which turns all keys anew once a row is longer than this.
+    """
+    kinds = getattr(config, "layer_types", None)
+    limits = []
+    if kinds is None or "sliding_attention" in kinds:
+        limits.append(getattr(config, "sliding_window", None))
+    if kinds is None or "chunked_attention" in kinds:
+        limits.append(getattr(config, "attention_chunk_size", None))
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if part.get("rope_type") == "longrope":
+            limits.append(part.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 @torch.no_grad()
 def packing_gap(model: nn.Module, vocabulary: int, device: torch.device) -> float:
-    """Return the largest |Δ log-prob| between the packed and the plain forward on a small probe; inf if it cannot run.
+    """Return the largest |Δ log-prob| between the packed and the plain forward on a probe of 40 tokens.
 
-    Sliding windows, linear attention, score caps, scaled logits and absolute positions all show here, before training.
+    Linear attention, scaled logits and positions that do not follow `position_ids` show here. Raises what the model
+    raises where it does not take a layout.
     """
     tokens = [(7 * place + 3) % vocabulary for place in range(40)]
     prompts = (tuple(tokens[:9]), tuple(tokens[9:12]))
@@ -110,8 +183,5 @@ def packing_gap(model: nn.Module, vocabulary: int, device: torch.device) -> floa
     zeros = torch.zeros(3, 14, device=device)
     probe = Batch(prompts, (0, 0, 1), completions, mask, zeros[:, :1], zeros)
     plain, _ = completion_logps(model, probe, temperature=1.0, packed=False)
-    try:
-        packed, _ = completion_logps(model, probe, temperature=1.0, packed=True)
-    except (NotImplementedError, TypeError, AttributeError, KeyError, RuntimeError):
-        return float("inf")  # a decoder that does not take a layout, or has no single decoder and head
+    packed, _ = completion_logps(model, probe, temperature=1.0, packed=True)
     return float((packed - plain).abs().max())
