@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
+from grpo_toolbox.config.source import CONF, SCHEMA_GROUPS, groups, option_names, schema_keys
 from grpo_toolbox.errors import unknown_option
-
-PACKAGE = Path(__file__).parents[1]
-CONF = PACKAGE / "conf"
-SCHEMA_GROUPS = {"model": "ModelConfig", "data": "DataConfig", "rollout": "RolloutConfig", "trainer": "TrainerConfig"}
 
 _USAGE = """\
 usage: toolbox train [group=option …] [key=value …] [--cfg job] [--multirun] [--config-dir DIR]
@@ -36,36 +30,14 @@ examples
 
 def train_help(words: list[str]) -> str:
     """Return the help of `toolbox train`, or of the groups named in `words`."""
-    groups = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
     if words:
         for word in words:
-            if word not in groups:
-                raise unknown_option("--help", word, groups)
+            if word not in groups():
+                raise unknown_option("--help", word, groups())
         return "\n\n".join(_group_help(word) for word in words)
-    width = max(map(len, groups))
-    lines = [f"  {group:<{width}}  {', '.join(option_names(group))}" for group in groups]
+    width = max(map(len, groups()))
+    lines = [f"  {group:<{width}}  {', '.join(option_names(group))}" for group in groups()]
     return _USAGE.format(groups="\n".join(lines))
-
-
-def option_names(group: str) -> list[str]:
-    """Return the options of a config group, sorted."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def schema_keys(class_name: str) -> list[tuple[str, str, str, str]]:
-    """Return (name, type, default, meaning) of each field of a schema class, without importing it."""
-    tree = ast.parse((PACKAGE / "config" / "schema.py").read_text())
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    keys = []
-    for field, following in zip(body, [*body[1:], ast.Pass()], strict=True):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        meaning = ""
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            meaning = " ".join(str(following.value.value).split())
-        default = ast.unparse(field.value) if field.value else ""
-        keys.append((field.target.id, ast.unparse(field.annotation), default, meaning))
-    return keys
 
 
 def _group_help(group: str) -> str:

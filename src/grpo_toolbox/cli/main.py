@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,10 @@ usage: toolbox <command> [options]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; 2 for a usage error, 1 for any other that the toolbox names."""
+    """Run one command and return its exit code.
+
+    2 for a command or flag that is not there, 1 for everything else that the toolbox refuses, 128 + n for signal n.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {name:<8} {about}" for name, about in COMMANDS.items())))
@@ -48,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ToolboxError as error:
         print(f"toolbox {command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as error:  # before there was a step to save
+        received = getattr(error, "received", signal.SIGINT)
+        print(f"toolbox {command}: stopped by {received.name}.", file=sys.stderr)
+        return 128 + int(received)
     except BrokenPipeError:  # `toolbox traces … | head`
         sys.stderr.close()
         return 0

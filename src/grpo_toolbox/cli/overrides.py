@@ -3,80 +3,71 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from yaml import YAMLError
 
-from grpo_toolbox.cli.help import CONF, SCHEMA_GROUPS, option_names, schema_keys
+from grpo_toolbox.config.keys import typed_keys, unknown_key
+from grpo_toolbox.config.source import SCHEMA_GROUPS, groups
 from grpo_toolbox.errors import ConfigError, suggest
 
-_TOP = ("name", "run_dir", "resume")
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
-def explain(error: Exception) -> ConfigError | None:
-    """Return the error to show instead, or None for one that is not about composing the config."""
+def explain(error: Exception) -> ConfigError:
+    """Return the error to show for one that was raised while the config was composed."""
     causes = list(_chain(error))
+    text = "\n".join(str(cause) for cause in causes)
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         return ConfigError(f"cannot read the override {error.override!r}: write key=value; quote values with spaces.")
-    if not any(isinstance(one, (ConfigCompositionException, OmegaConfBaseException)) for one in causes):
-        return None
-    text = "\n".join(map(str, causes))
-    unknown = re.search(r"Key '[^']*' (?:is not in struct|not in '\w+')\s+full_key: ([\w.]+)", text)
-    if unknown:
-        return _unknown_key(unknown.group(1))
-    wrong = re.search(
-        r"Value '([^']*)' (?:of type '[^']*' )?(could not be converted to|is not a valid) [^\n]*\s+full_key: ([\w.]+)",
-        text,
-    )
-    if wrong:
-        return _wrong_type(wrong.group(3), wrong.group(1))
+    ambiguous = re.search(r"Ambiguous value for argument '([^']*)'", text)
+    if ambiguous:
+        key, _, values = ambiguous.group(1).partition("=")
+        return ConfigError(f"{key}={values} is a sweep: add --multirun, or write {key}=[{values}] for a list.")
     group = re.search(r"Could not override '([\w/.@]+)'.*?No match in the defaults list", text, flags=re.DOTALL)
     if group:
-        return _unknown_key(group.group(1).replace("/", "."))
-    return ConfigError(" ".join(text.split()))
+        return unknown_key(group.group(1).replace("/", "."), [])
+    about = [cause for cause in causes if isinstance(cause, OmegaConfBaseException) and cause.full_key]
+    where = re.search(r"In '([\w/.-]+)': \w+ raised while composing config", text)
+    file = f"{where.group(1)}.yaml: " if where else ""
+    message = str(_about_key(about[-1], text, file)) if about else " ".join(str(causes[0]).split())
+    return ConfigError(message if isinstance(causes[0], YAMLError) else f"{file}{message}")
 
 
-def known_keys() -> list[str]:
-    """Return every key that an override can name, in dotted form."""
-    keys = [*_TOP, *(folder.name for folder in CONF.iterdir() if folder.is_dir())]
-    for group, class_name in SCHEMA_GROUPS.items():
-        keys += [key for key, _ in _typed(group, class_name)]
-    for group in ("reward", "advantage", "objective", "callbacks"):
-        for option in option_names(group):
-            text = (CONF / group / f"{option}.yaml").read_text()
-            keys += [f"{group}.{name}" for name in re.findall(r"^(\w+):", text, flags=re.MULTILINE)]
-    return sorted(set(keys))
+def _about_key(error: OmegaConfBaseException, text: str, file: str) -> ConfigError:
+    key = str(error.full_key)
+    if "does not support deletion" in text:
+        return ConfigError(f"~{key}: a setting cannot be taken out, only set: {key}=….")
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
+        group = file.partition("/")[0]
+        if file and key == group and group in groups():
+            return ConfigError("it must begin with the line `# @package _global_`.")
+        return unknown_key(key, _siblings(error))
+    if isinstance(error, ValidationError):
+        value = re.search(r"Value '([^']*)'", text)
+        return _wrong_type(key, value.group(1) if value else "null")
+    return ConfigError(f"{key}: {str(error).splitlines()[0]}")
 
 
-def _unknown_key(key: str) -> ConfigError:
-    siblings = [one for one in known_keys() if one.rpartition(".")[0] == key.rpartition(".")[0]]
-    near = suggest(key, known_keys())
-    listed = f" It has: {', '.join(one.rpartition('.')[2] for one in siblings)}." if siblings and "." in key else ""
-    return ConfigError(
-        f"{key} is not a setting.{near}{listed} "
-        f"(`toolbox train --help` lists groups; +{key}=… passes a new key to a plug-in of yours.)"
-    )
+def _siblings(error: OmegaConfBaseException) -> Sequence[str]:
+    return [str(key) for key in error.parent_node] if isinstance(error.parent_node, DictConfig) else []
 
 
 def _wrong_type(key: str, value: str) -> ConfigError:
-    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
     group = key.partition(".")[0]
-    kind = dict(_typed(group, SCHEMA_GROUPS.get(group, ""))).get(key, "").replace(" | None", "")
-    return ConfigError(f"{key}={value!r} is not {kinds.get(kind, kind or 'of the right type')}.")
-
-
-def _typed(prefix: str, class_name: str) -> list[tuple[str, str]]:
-    keys: list[tuple[str, str]] = []
-    for name, kind, _, _ in schema_keys(class_name) if class_name else []:
-        keys += _typed(f"{prefix}.{name}", kind) if kind.endswith("Config") else [(f"{prefix}.{name}", kind)]
-    return keys
+    kinds = typed_keys(group, SCHEMA_GROUPS[group]) if group in SCHEMA_GROUPS else typed_keys("", "RunConfig")
+    kind = kinds.get(key, kinds.get(f".{key}", ""))
+    words = [_KINDS.get(part, part) for part in kind.split(" | ") if part != "None"]
+    return ConfigError(f"{key}={value!r} is not {' or '.join(words) or 'of the right type'}.")
 
 
 def _missing_option(error: MissingConfigException) -> ConfigError:
-    missing = str(error.missing_cfg_file or "")
-    group, _, option = missing.rpartition("/")
+    group, _, option = str(error.missing_cfg_file or "").rpartition("/")
     options = list(error.options or [])
     if not group:
         return ConfigError(" ".join(str(error).split()))

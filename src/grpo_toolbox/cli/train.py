@@ -4,83 +4,91 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_toolbox.cli.help import train_help
-from grpo_toolbox.errors import ConfigError, ToolboxError
+from grpo_toolbox.errors import ToolboxError
 
 SIGNAL_EXIT = 128
 """A shell's convention: stopped by signal n exits with 128 + n."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compose, check, build and train; returns 0, or 128 + the signal that stopped the run."""
+    """Compose, check, build and train; returns 0, 128 + the signal that stopped the run, or 1 for a failed sweep."""
     if "--help" in argv or "-h" in argv:
-        print(train_help([word for word in argv if not word.startswith("-")]))
+        print(train_help([word for word in argv if not word.startswith("-") and "=" not in word]))
         return 0
-    import hydra
-    from hydra.core.config_store import ConfigStore
+    from grpo_toolbox.cli.compose import read_arguments, run_jobs
 
-    from grpo_toolbox.cli.overrides import explain
-    from grpo_toolbox.config.schema import RunConfig
+    args = read_arguments(argv)
+    if os.getcwd() not in sys.path:  # an installed command does not look for the user's modules there by itself
+        sys.path.append(os.getcwd())
+    failures: list[Exception] = []
 
-    ConfigStore.instance().store(name="schema", node=RunConfig, provider="grpo_toolbox")
-    codes: list[int] = []
-    refused: list[ToolboxError] = []
+    flags = [] if args.config_dir is None else ["--config-dir", args.config_dir]
 
-    def task(config: Any) -> None:
+    def task(composed: Any) -> None:
+        overrides = _job_overrides() if args.multirun else args.overrides
+        sys.argv = ["toolbox", "train", *flags, *overrides]  # what the display says to repeat
         try:
-            codes.append(_train(config))
-        except ToolboxError as error:  # carried past Hydra, which would print its own lines around it
-            refused.append(error)
+            code = _train(composed, _choices(), overrides)
+        except Exception as error:  # carried past Hydra, which would print lines of its own around it
+            failures.append(error)
+            if args.multirun and isinstance(error, ToolboxError):
+                print(f"toolbox train: {' '.join(overrides)}: {error}", file=sys.stderr)
+            return
+        if code:
+            raise _Stopped(code)  # no Exception, so that a signal ends a whole sweep
 
-    former = sys.argv
-    sys.argv = ["toolbox train", *argv]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing, so that errors look like ours
     try:
-        hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
-    except Exception as error:
-        explained = explain(error)
-        if explained is None:
-            raise
-        raise explained from error
-    finally:
-        sys.argv = former
-    if refused:
-        raise refused[0]
-    return max(codes, default=0)
+        run_jobs(args, task)
+    except _Stopped as stopped:
+        return stopped.code
+    for error in failures:
+        if not args.multirun or not isinstance(error, ToolboxError):
+            raise error
+    return 1 if failures else 0
 
 
-def _train(config: Any) -> int:
-    """Train one composed config (one job of a `--multirun`)."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue
-
-    from grpo_toolbox.config.check import check_config
-
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{missing[0]} has no default: set {missing[0]}=… on the command line or in the experiment.")
-    try:
-        typed: Any = OmegaConf.to_object(config)
-    except MissingMandatoryValue as error:
-        raise ConfigError(str(error)) from error
-    check_config(typed)
-    return _run(typed, OmegaConf.to_container(config, resolve=True))
+class _Stopped(KeyboardInterrupt):
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
 
 
-def _run(config: Any, plain: Any) -> int:
-    from grpo_toolbox.config.folder import open_run_dir, write_config
+def _job_overrides() -> list[str]:
+    """The overrides of the job at hand: those of the command line, of a sweep one value each."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [str(one) for one in HydraConfig.get().overrides.task]
+
+
+def _train(composed: Any, choices: Mapping[str, str], overrides: Sequence[str]) -> int:
+    """Train one composed config; returns 0, or 128 + the signal that stopped it."""
+    from grpo_toolbox.config.folder import claim_run_dir, write_config
     from grpo_toolbox.config.inputs import check_inputs
+    from grpo_toolbox.config.typed import typed_config
+    from grpo_toolbox.interrupts import GracefulStop
 
-    rows = check_inputs(config)
-    info = open_run_dir(config, plain)
+    config, plain = typed_config(composed, choices, overrides)
+    inputs = check_inputs(config)
+    with GracefulStop(), claim_run_dir(config, plain) as info:
+        from transformers.utils import logging as transformers_logging
 
-    from grpo_toolbox.config.build import build_run
-    from grpo_toolbox.trainer import train
+        from grpo_toolbox.config.build import build_run
+        from grpo_toolbox.trainer import train
 
-    built = build_run(config, rows, info)
-    write_config(info)
-    summary = train(built)
+        built = build_run(config, inputs, info)
+        transformers_logging.disable_progress_bar()  # the display shows progress; saving a checkpoint needs no bar
+        if info.first_step > 1:
+            write_config(info)
+        summary = train(built)
     return SIGNAL_EXIT + int(summary["interrupted"]) if summary["interrupted"] else 0
+
+
+def _choices() -> dict[str, str]:
+    """Which option of each group was chosen."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return {str(group): str(option) for group, option in HydraConfig.get().runtime.choices.items()}

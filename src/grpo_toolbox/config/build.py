@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.advantages import ADVANTAGES
-from grpo_toolbox.callbacks import build_callbacks
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint
+from grpo_toolbox.config.inputs import Inputs, fitting_reward
 from grpo_toolbox.config.options import bind, resolve
 from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
@@ -35,7 +35,7 @@ from grpo_toolbox.models.load import (
     stop_token_ids,
 )
 from grpo_toolbox.objectives import OBJECTIVES, Objective, build_objective
-from grpo_toolbox.rewards import Reward, build_reward
+from grpo_toolbox.rewards import Reward
 from grpo_toolbox.schedule import lr_factor
 from grpo_toolbox.trainer import Run, UpdateSettings, restore
 from grpo_toolbox.types import Prompt, RunInfo, Sampling
@@ -56,9 +56,9 @@ class Parts:
     stream: PromptStream
 
 
-def build_run(config: RunConfig, rows: tuple[list[dict[str, Any]], list[dict[str, Any]]], info: RunInfo) -> Run:
-    """Build a run from a checked config and its (train, eval) rows; a resumed one is put back to its checkpoint."""
-    parts = build_parts(config, *rows)
+def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
+    """Build a run from a checked config and its inputs; a resumed one is put back to its checkpoint."""
+    parts = build_parts(config, inputs)
     trainer = config.trainer
     device = _device(trainer.device)
     torch.manual_seed(trainer.seed)
@@ -77,7 +77,7 @@ def build_run(config: RunConfig, rows: tuple[list[dict[str, Any]], list[dict[str
         lr_at=partial(_lr, trainer),
         data=parts.stream,
         eval_prompts=parts.eval_prompts,
-        callbacks=build_callbacks(config.callbacks),
+        callbacks=inputs.callbacks,
         export=partial(_export, model, parts.tokenizer),
         sampling=sampling(config),
         group_size=config.rollout.group_size,
@@ -93,10 +93,8 @@ def build_run(config: RunConfig, rows: tuple[list[dict[str, Any]], list[dict[str
     return run
 
 
-def build_parts(config: RunConfig, rows: Sequence[dict[str, Any]], eval_rows: Sequence[dict[str, Any]]) -> Parts:
-    """Check settings against each other and against the data; only a tokenizer is loaded."""
-    reward = _named("reward", config.reward, lambda name, options: build_reward(name, **options))
-    reward.check_columns([*rows[0]])
+def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
+    """Check settings against each other and the data; only a tokenizer and, last, a reward's model is loaded."""
     advantage = _named(
         "advantage",
         config.advantage,
@@ -116,11 +114,12 @@ def build_parts(config: RunConfig, rows: Sequence[dict[str, Any]], eval_rows: Se
         max_new_tokens=config.rollout.max_new_tokens,
         on_long=config.data.on_long,  # type: ignore[arg-type]  # checked against its choices
     )
-    prompts = encode(rows)
+    prompts, eval_prompts = encode(inputs.rows), encode(inputs.eval_rows) if inputs.eval_rows else []
     stream = PromptStream(
         prompts, batch_size=config.rollout.prompts_per_step, seed=config.trainer.seed, shuffle=config.data.shuffle
     )
-    return Parts(reward, advantage, objective, tokenizer, prompts, encode(eval_rows) if eval_rows else [], stream)
+    reward = inputs.reward or fitting_reward(config, inputs.rows)
+    return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream)
 
 
 def check_estimator(advantage: Callable[[Tensor], Tensor], group_size: int) -> None:
@@ -256,9 +255,12 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"trainer.device={name!r} is not a device: auto, cpu, cuda, cuda:0, mps.") from error
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # how torch refuses a name, and a device that is not there
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"trainer.device={name!r} cannot be used ({reason:.60}): auto, cpu, cuda, cuda:1, mps."
+        ) from error
 
 
 def _export(model: nn.Module, tokenizer: Any, folder: Path) -> None:

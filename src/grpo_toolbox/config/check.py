@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.source import registry
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.schedule import SCHEDULES
 
@@ -35,12 +36,15 @@ NOT_NEGATIVE = (
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
+    "trainer.adam_eps",
+    "trainer.min_lr_ratio",
     "trainer.eval_every",
     "trainer.eval_temperature",
     "trainer.save_every",
     "model.lora.r",
     "data.eval_size",
 )
+BELOW_ONE = ("trainer.adam_beta1", "trainer.adam_beta2", "model.lora.dropout")
 
 
 def check_config(config: RunConfig) -> None:
@@ -49,6 +53,10 @@ def check_config(config: RunConfig) -> None:
         value = _get(config, key)
         if value not in options:
             raise unknown_option(key, value, options)
+    for key, listed in (("loss_agg", "AGGREGATIONS"), ("kl", "KL")):
+        value = config.objective.get(key)
+        if value is not None and value not in registry("ops.py", listed):
+            raise unknown_option(f"objective.{key}", value, registry("ops.py", listed))
     for key in AT_LEAST_ONE:
         if _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 1.")
@@ -56,7 +64,14 @@ def check_config(config: RunConfig) -> None:
         value = _get(config, key)
         if not 0 <= value < math.inf:
             raise ConfigError(f"{key}={value} must be a finite number of at least 0.")
+    for key in BELOW_ONE:
+        if not 0 <= _get(config, key) < 1:
+            raise ConfigError(f"{key}={_get(config, key)} must be at least 0 and below 1.")
     _check_sampling(config)
+    for key in ("name", "run_dir", "resume"):
+        value = getattr(config, key)
+        if value is not None and not value.strip():
+            raise ConfigError(f"{key}= is blank: give it a value, or leave it out.")
     if not config.trainer.max_grad_norm > 0:
         raise ConfigError(f"trainer.max_grad_norm={config.trainer.max_grad_norm} must be above 0; .inf never clips.")
     if config.trainer.eval_every and not _has_eval_data(config):

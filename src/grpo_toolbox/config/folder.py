@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,35 @@ from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.types import RunInfo
 
 
-def open_run_dir(config: RunConfig, plain: dict[str, Any]) -> RunInfo:
-    """Return the run's folder, made and found usable, and its first step."""
+@contextmanager
+def claim_run_dir(config: RunConfig, plain: dict[str, Any]) -> Iterator[RunInfo]:
+    """Give the run its folder for the block: found usable, and from then on this run's.
+
+    A new run that ends before its first step is finished leaves nothing that was not there before, so that the same
+    command can be given again. Raises ConfigError for a folder that holds another run or cannot be written.
+    """
+    run_dir = _run_dir(config)
+    ours = not run_dir.exists() or not any(run_dir.iterdir())
+    info = _open(config, run_dir, plain)
+    if info.first_step == 1:
+        write_config(info)
+    try:
+        yield info
+    finally:
+        if info.first_step == 1 and not _has_steps(run_dir):
+            _give_back(run_dir, whole=ours)
+
+
+def write_config(info: RunInfo) -> None:
+    """Write `config.yaml`, the resolved configuration."""
+    text = yaml.safe_dump(dict(info.config), sort_keys=False, allow_unicode=True)
+    (info.run_dir / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def _open(config: RunConfig, run_dir: Path, plain: dict[str, Any]) -> RunInfo:
     from grpo_toolbox.checkpoint import check_run_dir, finished_step, latest_checkpoint
 
     resuming = config.resume is not None or config.trainer.resume
-    run_dir = _run_dir(config)
     check_run_dir(run_dir, resuming=resuming)
     finished = 0
     if resuming:
@@ -32,10 +59,21 @@ def open_run_dir(config: RunConfig, plain: dict[str, Any]) -> RunInfo:
     return RunInfo(config.name, run_dir, config.trainer.max_steps, finished + 1, plain)
 
 
-def write_config(info: RunInfo) -> None:
-    """Write `config.yaml`, the resolved configuration; from then on the folder belongs to this run."""
-    text = yaml.safe_dump(dict(info.config), sort_keys=False, allow_unicode=True)
-    (info.run_dir / "config.yaml").write_text(text, encoding="utf-8")
+def _has_steps(run_dir: Path) -> bool:
+    """Whether a step was finished; step 0 is the evaluation before training."""
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        return False
+    with metrics.open(encoding="utf-8") as lines:
+        return any(json.loads(line)["step"] > 0 for _, line in zip(range(2), lines, strict=False))
+
+
+def _give_back(run_dir: Path, *, whole: bool) -> None:
+    if whole:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return
+    for name in ("config.yaml", "metrics.jsonl"):  # what marks a folder as a run's
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def _run_dir(config: RunConfig) -> Path:

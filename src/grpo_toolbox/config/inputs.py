@@ -1,26 +1,37 @@
-"""The data, the model's place and the reward, checked without torch: most mistakes show in the first second."""
+"""The data, the model's place, the reward and the callbacks, checked without torch: most mistakes show in a second."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from grpo_toolbox.callbacks import Callback, build_callbacks
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.data import load_rows
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.paths import resolve_model_path
-from grpo_toolbox.rewards import build_reward
+from grpo_toolbox.rewards import Reward, build_reward, check_options
 
 Rows = list[dict[str, Any]]
 
 
-def check_inputs(config: RunConfig) -> tuple[Rows, Rows]:
-    """Return the checked (train, eval) rows after the reward, the model path and the data have been looked at."""
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is given from outside."""
+
+    rows: Rows
+    eval_rows: Rows
+    callbacks: Sequence[Callback]
+    reward: Reward | None
+    """None for a reward that loads a model: it is built when everything else has been found good."""
+
+
+def check_inputs(config: RunConfig) -> Inputs:
+    """Return the checked inputs after the reward, the callbacks, the model path and the data have been looked at."""
     resolve_model_path(config.model.path)
-    options = dict(config.reward)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"reward.name={name!r}: set it to a reward's name, or to my_module:my_fn.")
-    reward = build_reward(name, **options)
+    callbacks = build_callbacks(config.callbacks)
     data = config.data
     rows, eval_rows = load_rows(
         path=data.path,
@@ -35,10 +46,25 @@ def check_inputs(config: RunConfig) -> tuple[Rows, Rows]:
         prompt_column=data.columns.prompt,
         answer_column=data.columns.answer,
     )
-    reward.check_columns([*rows[0]])
     if len(rows) < config.rollout.prompts_per_step:
         raise ConfigError(
             f"the data has {len(rows)} rows and one batch takes rollout.prompts_per_step="
             f"{config.rollout.prompts_per_step}: lower it, or give more data."
         )
-    return rows, eval_rows
+    reward = None if _loads_a_model(config.reward) else fitting_reward(config, rows)
+    return Inputs(rows, eval_rows, callbacks, reward)
+
+
+def fitting_reward(config: RunConfig, rows: Rows) -> Reward:
+    """Build the reward and make sure that the data has the columns it asks for."""
+    reward = build_reward(**config.reward)
+    reward.check_columns([*rows[0]])
+    return reward
+
+
+def _loads_a_model(options: Mapping[str, Any]) -> bool:
+    """Whether building the reward may take long; a class of the user's may do anything when it is made."""
+    name = options["name"]
+    if name == "weighted_sum":
+        return any(map(_loads_a_model, options["components"]))
+    return name == "reward_model" or (":" in name and inspect.isclass(check_options(**options)))

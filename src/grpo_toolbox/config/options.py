@@ -1,43 +1,175 @@
-"""Options that come from a function's signature: `advantage.eps=1e-6` binds the keyword argument `eps`."""
+"""Options that come from a function's signature: `advantage.eps=1e-6` binds the keyword argument `eps`; torch-free."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+from grpo_toolbox.config.source import class_fields, keyword_options, registry
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
+from grpo_toolbox.rewards import REWARDS, check_options
+from grpo_toolbox.rewards.signatures import CONTRACT
+
+REGISTRIES = {"advantage": ("advantages.py", "ADVANTAGES"), "objective": ("objectives.py", "OBJECTIVES")}
+"""Groups whose functions are pure maths, and where they are listed."""
+
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 
 
 def resolve(group: str, name: str, registry: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the function that `<group>.name` means: a name of `registry`, or `my_module:my_fn`."""
-    if ":" not in name:
-        if name not in registry:
-            raise unknown_option(f"{group}.name", name, registry)
-        return registry[name]
+    return plug_in(group, name) if ":" in name else registry[_known(group, name, registry)]
+
+
+def plug_in(group: str, name: str) -> Callable[..., Any]:
+    """Import the user's function `my_module:my_fn`."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
-            f"{group}.name={name!r}: cannot import {module_name!r} ({error}). It must be importable from where you "
-            "run `toolbox`: install it, or put its folder on PYTHONPATH."
+            f"{group}.name={name!r}: importing {module_name!r} failed ({type(error).__name__}: {error}). It must be "
+            "installed, or lie in the working directory."
         ) from error
-    if not callable(getattr(module, attribute, None)):
-        raise ConfigError(f"{group}.name={name!r}: module {module_name!r} has no function {attribute!r}.")
-    function: Callable[..., Any] = getattr(module, attribute)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"{group}.name={name!r}: {module_name} has no function {attribute!r}; it has: "
+            f"{', '.join(sorted(names)) or 'none'}.{suggest(attribute, names)}"
+        )
     return function
 
 
 def bind(group: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Return `function` with `options` bound; an option it does not take is an error that lists the real ones."""
-    parameters = inspect.signature(function).parameters.values()
-    allowed = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
-    for key in options:
-        if key not in allowed and not anything:
-            known = ", ".join(allowed) or "none"
-            raise ConfigError(f"{group}.{key} is not an option of {group}; it takes: {known}.{suggest(key, allowed)}")
+    _check_names(group, getattr(function, "__name__", "it"), options, _keyword_only(function))
     return partial(function, **options)
+
+
+def check_named(group: str, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that is not there, an option it does not take, or a value of the wrong type."""
+    options = dict(values)
+    name = options.pop("name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{group}.name={name!r}: set it to the name of a function, or to my_module:my_fn.")
+    if group == "reward":
+        _check_reward("reward", name, options)
+        return
+    takes = taken_options(group, name)
+    _check_names(group, name, options, takes)
+    _check_types(group, options, takes or {})
+
+
+def taken_options(group: str, name: str) -> dict[str, str] | None:
+    """Return the options of a group's function with their types as text; None where it takes any."""
+    if group == "reward":
+        return _reward_options(name)
+    own = {}
+    if group == "objective":  # beside its surrogate's
+        own = {key: kind for key, kind, _, _ in class_fields("objectives.py", "Objective") if key != "surrogate"}
+    if ":" in name:
+        taken = _keyword_only(plug_in(group, name))
+        return None if taken is None else own | taken
+    file, listed = REGISTRIES[group]
+    functions = registry(file, listed)
+    return own | keyword_options(file, functions[_known(group, name, functions)])
+
+
+def without_foreign(
+    group: str, values: Mapping[str, Any], chosen: Mapping[str, Any], given: Collection[str]
+) -> dict[str, Any]:
+    """Return the options of a group without those that came along for another function than the one named.
+
+    `chosen` is what the group's option sets, `given` the keys set on the command line. Where the command line names the
+    function (`reward=format`, `reward.name=my_module:my_fn`), options of files that it does not take give way; where a
+    file names it, those that `chosen` brought along do. Whatever else is not taken is an error, later.
+    """
+    name = values.get("name")
+    renamed = f"{group}.name" in given or group in given
+    if not isinstance(name, str) or (not renamed and name == chosen.get("name")):
+        return dict(values)
+    takes = taken_options(group, name)
+
+    def stays(key: str, value: Any) -> bool:
+        if key in ("name", "on_error") or takes is None or key in takes or f"{group}.{key}" in given:
+            return True
+        return not renamed and (key not in chosen or value != chosen[key])
+
+    return {key: value for key, value in values.items() if stays(key, value)}
+
+
+def _known(group: str, name: str, names: Collection[str]) -> str:
+    if name not in names:
+        raise unknown_option(f"{group}.name", name, [*names, "my_module:my_fn"])
+    return name
+
+
+def _keyword_only(function: Callable[..., Any]) -> dict[str, str] | None:
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return {one.name: _annotation(one) for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+def _reward_options(name: str) -> dict[str, str]:
+    target = REWARDS[_known("reward", name, REWARDS)] if ":" not in name else check_options(name)
+    plain_function = ":" in name and not inspect.isclass(target)
+    return {
+        one.name: _annotation(one)
+        for one in inspect.signature(target).parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        # what a plug-in asks for without a default is a data column
+        and not (plain_function and (one.name in CONTRACT or one.default is one.empty))
+    }
+
+
+def _check_reward(where: str, name: str, options: dict[str, Any]) -> None:
+    check_options(name, where=where, **options)
+    _check_types(where, options, _reward_options(name))
+    for index, part in enumerate(options["components"] if name == "weighted_sum" else ()):
+        inner = {key: value for key, value in part.items() if key not in ("name", "weight")}
+        _check_reward(f"{where}.components[{index}]", part["name"], inner)
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    kind = parameter.annotation
+    if kind is parameter.empty:
+        return ""
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
+
+
+def _check_names(group: str, name: str, options: Mapping[str, Any], takes: Mapping[str, str] | None) -> None:
+    for key in options:
+        if takes is not None and key not in takes:
+            known = ", ".join(takes) or "none"
+            raise ConfigError(f"{group}.{key} is not an option of {name}, which takes: {known}.{suggest(key, takes)}")
+
+
+def _check_types(where: str, options: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+    for key, value in options.items():
+        kind = kinds.get(key, "")
+        literal = re.fullmatch(r"(?:typing\.)?Literal\[(.*)\]", kind)
+        if literal:
+            choices = [word.strip().strip("'\"") for word in literal.group(1).split(",")]
+            if value not in choices:
+                raise unknown_option(f"{where}.{key}", value, choices)
+        elif not _fits(value, kind.replace(" ", "").split("|")):
+            words = " or ".join(_WORDS.get(part, part) for part in kind.split(" | ")).replace("None", "null")
+            quote = " Quote it, as in key='\"5\"'." if "str" in kind else ""
+            raise ConfigError(f"{where}.{key}={value!r} is not {words}.{quote}")
+
+
+def _fits(value: object, kinds: Collection[str]) -> bool:
+    """Whether a value from YAML is of one of the plain types; any other type is for the function to judge."""
+    if not set(kinds) <= {"int", "float", "bool", "str", "None"}:
+        return True
+    if isinstance(value, bool) or value is None:
+        return ("bool" if isinstance(value, bool) else "None") in kinds
+    if isinstance(value, int):
+        return "int" in kinds or "float" in kinds
+    return type(value).__name__ in kinds

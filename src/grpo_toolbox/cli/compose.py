@@ -1,0 +1,117 @@
+"""What Hydra does for `toolbox train`: overrides in, composed jobs out, and none of its own files and lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from grpo_toolbox.cli.overrides import explain
+from grpo_toolbox.config.source import OPEN_GROUPS, groups
+from grpo_toolbox.errors import ConfigError, suggest
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (`toolbox train --help` lists what there is)\n")
+
+
+def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Split a command line into Hydra's flags and the overrides, in any order; exits with 2 on an unknown flag."""
+    parser = _Parser(prog="toolbox train", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--multirun", "-m", action="store_true")
+    mode.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    mode.add_argument("--info", "-i", nargs="?", const="all")
+    mode.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn")
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    for word in unknown:
+        parser.error(f"{word} is not a flag of toolbox train.{suggest(word, parser._option_string_actions)}")
+    return args
+
+
+def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
+    """Compose the job, or the jobs of a sweep, and call `task` with each; with `--cfg` and its like only print.
+
+    Whatever goes wrong before a job runs is raised as a ConfigError. `task` must not raise an Exception.
+    """
+    import hydra
+    from hydra.core.config_store import ConfigStore
+
+    from grpo_toolbox.config.schema import RunConfig
+
+    store = ConfigStore.instance()
+    store.store(name="schema", node=RunConfig, provider="grpo_toolbox")
+    overrides = list(args.overrides)
+    for override in overrides if args.multirun else ():
+        if re.match(r"run_dir=[^,$]+$", override):
+            raise ConfigError(
+                f"{override} would be the folder of every job of the sweep: leave it out, or take a setting into its "
+                "name, as in 'run_dir=runs/seed-${trainer.seed}'."
+            )
+    own = _own_config(overrides)
+    if own is not None:
+        store.store(group="experiment", name="resumed", node=own, package="_global_", provider=str(own))
+        overrides += ["experiment=resumed", *(f"~{group}" for group in OPEN_GROUPS)]
+    with tempfile.TemporaryDirectory() as scratch, _process_state(_command_line(args, overrides, scratch)):
+        try:
+            hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
+        except Exception as error:
+            raise explain(error) from error
+
+
+def _command_line(args: argparse.Namespace, overrides: Sequence[str], scratch: str) -> list[str]:
+    """Rebuild the command line as Hydra reads it. A sweep writes its multirun.yaml into `scratch`."""
+    values = {"--cfg": args.cfg, "--info": args.info, "--package": args.package}
+    values |= {"--config-dir": args.config_dir, "--config-name": args.config_name}
+    switches = {"--multirun": args.multirun, "--resolve": args.resolve, "--hydra-help": args.hydra_help}
+    flags = [part for name, value in values.items() if value is not None for part in (name, value)]
+    flags += [name for name, on in switches.items() if on]
+    return ["toolbox train", *flags, f"hydra.sweep.dir={scratch}", *overrides]
+
+
+@contextmanager
+def _process_state(argv: list[str]) -> Iterator[None]:
+    """Let Hydra read `argv` and raise its errors instead of printing them; put back what that takes afterwards."""
+    former, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = argv
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = former
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _own_config(overrides: Sequence[str]) -> Any:
+    """Return the config that a resumed run was started with, where the command line does not compose another one.
+
+    `resume=runs/x` alone goes on with what stands in runs/x/config.yaml; with `experiment=` or any other option of a
+    group the run is composed from the command line as ever.
+    """
+    from omegaconf import OmegaConf
+
+    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    resuming = given.get("resume") or (given.get("trainer.resume", "").lower() == "true" and given.get("run_dir"))
+    if not resuming or any(key.partition("@")[0] in groups() for key in given):
+        return None
+    path = Path(str(resuming)) / "config.yaml"
+    if not path.is_file():
+        return None
+    config: Any = OmegaConf.load(path)
+    for key in ("run_dir", "resume"):  # the folder may have been moved since
+        config.pop(key, None)
+    return config

@@ -1,0 +1,64 @@
+"""From what Hydra composed to a checked `RunConfig`; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_toolbox.config.check import check_config
+from grpo_toolbox.config.keys import unknown_key
+from grpo_toolbox.config.options import check_named, without_foreign
+from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.source import CONF
+from grpo_toolbox.errors import ConfigError
+
+NAMED_GROUPS = ("reward", "advantage", "objective")
+
+
+def typed_config(
+    composed: Any, choices: Mapping[str, str], overrides: Sequence[str]
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the config as records and as plain values (what config.yaml holds), or raise the first ConfigError.
+
+    `choices` says which option of each group was composed, `overrides` what the command line set.
+    """
+    given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides}
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(
+                f"{missing[0]} has no default: set {missing[0]}=… on the command line or in the experiment."
+            )
+        with open_dict(composed):
+            for group in NAMED_GROUPS:
+                values: Any = OmegaConf.to_container(composed[group], resolve=True)
+                composed[group] = without_foreign(group, values, _defaults(group, choices.get(group)), given)
+        config: Any = OmegaConf.to_object(composed)
+        plain: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    _check_keys(config, "")
+    for group in NAMED_GROUPS:
+        check_named(group, getattr(config, group))
+    check_config(config)
+    return config, plain
+
+
+def _defaults(group: str, option: str | None) -> Mapping[str, Any]:
+    """Return what the package's own option of a group sets; nothing for an option of the user's."""
+    path = CONF / group / f"{option}.yaml"
+    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}  # type: ignore[return-value]
+
+
+def _check_keys(record: Any, prefix: str) -> None:
+    """Refuse keys that a `+` forced into a part of the config that has a fixed set of them."""
+    known = [field.name for field in dataclasses.fields(record)]
+    for key, value in vars(record).items():
+        if key not in known:
+            raise unknown_key(f"{prefix}{key}", known)
+        if dataclasses.is_dataclass(value):
+            _check_keys(value, f"{prefix}{key}.")
