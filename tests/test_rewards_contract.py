@@ -151,7 +151,7 @@ def test_a_missing_column_is_named_before_training() -> None:  # d03.2
 
     reward = combine([f])
     assert reward.columns_needed() == ("solution",)
-    with pytest.raises(ConfigError, match=r"'f' needs column 'solution'; the data has: answer, prompt\. Set data"):
+    with pytest.raises(ConfigError, match=r"'f' needs column 'solution'; the data has: answer, prompt\. Name the"):
         reward.check_columns(["prompt", "answer"])
     reward.check_columns(["prompt", "solution"])
 

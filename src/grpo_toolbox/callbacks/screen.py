@@ -77,6 +77,8 @@ def closing_lines(progress: Progress, ended: Mapping[str, float], argv: Sequence
     for label, values in (("reward", progress.rewards), ("eval reward", progress.evals)):
         if change := before_after(values):
             yield label, f"{change[0]:.3f} -> {change[1]:.3f}"
+    if progress.number == 0:  # such a run leaves no folder behind
+        return
     folder = progress.run.run_dir
     files = {"metrics": "metrics.jsonl", "samples": "samples.jsonl", "rollouts": "traces/actions.jsonl"}
     for label, name in {**files, "checkpoints": "checkpoints"}.items():

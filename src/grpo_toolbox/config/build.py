@@ -17,6 +17,7 @@ from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint
 from grpo_toolbox.config.inputs import Inputs, fitting_reward
 from grpo_toolbox.config.options import bind, resolve
+from grpo_toolbox.config.probe import check_estimator, check_surrogate
 from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
 from grpo_toolbox.engines import Engine
@@ -102,6 +103,7 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     )
     objective = _named("objective", config.objective, _objective)
     check_estimator(advantage, config.rollout.group_size)
+    check_surrogate(objective)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encode = partial(
         encode_prompts,
@@ -120,17 +122,6 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     )
     reward = inputs.reward or fitting_reward(config, inputs.rows)
     return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream)
-
-
-def check_estimator(advantage: Callable[[Tensor], Tensor], group_size: int) -> None:
-    """Let the estimator itself refuse a group size it cannot work with, or options it does not take."""
-    probe = torch.arange(2 * group_size, dtype=torch.float32).reshape(2, group_size)
-    result = advantage(probe)
-    if not isinstance(result, Tensor) or result.shape[:2] != probe.shape or not bool(torch.isfinite(result).all()):
-        raise ConfigError(
-            f"the advantage function returned {getattr(result, 'shape', type(result).__name__)} for rewards of shape "
-            f"{tuple(probe.shape)}: it must return finite advantages of shape (P, G) or (P, G, T)."
-        )
 
 
 def sampling(config: RunConfig) -> Sampling:

@@ -75,9 +75,10 @@ class Reward:
                 if column == "prompt":
                     raise ConfigError(f"reward {component.name!r} asks for 'prompt': rewards are passed 'prompts'.")
                 if column not in columns:
+                    advice = "Set data.columns.answer=<one>" if column == "answer" else "Name the parameter like one"
                     raise ConfigError(
                         f"reward {component.name!r} needs column {column!r}; the data has: {present}."
-                        f" Set data.columns.{column}=<one of these>.{suggest(column, columns)}"
+                        f"{suggest(column, columns)} {advice}."
                     )
 
     def __call__(

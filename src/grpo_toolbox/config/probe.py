@@ -1,0 +1,46 @@
+"""One call on small tensors shows what is wrong with an advantage or objective function before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from grpo_toolbox.errors import ConfigError, ToolboxError
+from grpo_toolbox.objectives import Objective
+
+
+def check_estimator(advantage: Callable[[Tensor], Tensor], group_size: int) -> None:
+    """Let the estimator itself refuse a group size it cannot work with, or options it does not take."""
+    probe = torch.arange(2 * group_size, dtype=torch.float32).reshape(2, group_size)
+    with _probing("advantage"):
+        result = advantage(probe)
+    if not isinstance(result, Tensor) or result.shape[:2] != probe.shape or not bool(torch.isfinite(result).all()):
+        raise ConfigError(
+            f"the advantage function returned {getattr(result, 'shape', type(result).__name__)} for rewards of shape "
+            f"{tuple(probe.shape)}: it must return finite advantages of shape (P, G) or (P, G, T)."
+        )
+
+
+def check_surrogate(objective: Objective) -> None:
+    """Call the surrogate once on two rows of three tokens and look at what comes back."""
+    logps = torch.full((2, 3), -1.0, requires_grad=True)
+    with _probing("objective"):
+        result = objective.surrogate(logps, logps.detach(), torch.tensor([[1.0], [-1.0]]))
+    if not isinstance(result, tuple) or [getattr(part, "shape", None) for part in result] != [logps.shape] * 2:
+        raise ConfigError(
+            "the objective function must return two tensors of the shape (B, T) of logps: the loss per token, and "
+            "where it is clipped (torch.zeros_like(logps, dtype=torch.bool) where nothing is)."
+        )
+
+
+@contextmanager
+def _probing(group: str) -> Iterator[None]:
+    try:
+        yield
+    except ToolboxError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise ConfigError(f"the {group} function failed on a small probe ({type(error).__name__}: {error}).") from error
