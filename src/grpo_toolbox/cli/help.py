@@ -56,7 +56,8 @@ def _key_lines(prefix: str, class_name: str) -> list[str]:
         if kind.endswith("Config"):
             lines += _key_lines(f"{prefix}.{name}", kind)
         else:
-            shown = {"MISSING": "required", "None": "null", "True": "true", "False": "false"}.get(default, default)
+            words = {"MISSING": "required", "None": "null", "True": "true", "False": "false"}
+            shown = words.get(default, default.strip("'"))
             shown = "{}" if "default_factory" in shown else shown
             lines.append(f"  {prefix}.{name} = {shown}" + (f"    {meaning}" if meaning else ""))
     return lines

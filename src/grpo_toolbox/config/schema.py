@@ -21,6 +21,7 @@ class LoraConfig:
     alpha: float | None = None
     """Scale is alpha / r; null means 2·r."""
     dropout: float = 0.0
+    """Of the adapter's input, while training."""
     target_modules: Any = "all-linear"
     """PEFT's name for a set of layers, or a list of layer names."""
 
@@ -34,9 +35,13 @@ class ModelConfig:
     dtype: str = "auto"
     """Of the weights: auto (float32), float32, bfloat16, float16."""
     attn_implementation: str | None = None
+    """transformers' attention (sdpa, eager, …) for what is not packed; null lets it choose."""
     device_map: Any = None
+    """auto spreads the model over the GPUs; null puts it on trainer.device."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -45,6 +50,7 @@ class ColumnsConfig:
     """Which columns of the data hold what."""
 
     prompt: str = "prompt"
+    """Text, or a list of messages {role, content}."""
     answer: str | None = "answer"
     """Null when the data has no gold answers."""
 
@@ -58,24 +64,32 @@ class DataConfig:
     subset: str | None = None
     """Configuration name on the hub."""
     split: str = "train"
+    """Split of a folder or hub name that is trained on."""
     eval_path: str | None = None
+    """Other data to evaluate on."""
     eval_split: str | None = None
+    """Split of data.path (or eval_path) to evaluate on."""
     eval_size: int = 0
     """Rows held out of training for evaluation, or the cap on eval_path or eval_split."""
     size: int | None = None
     """Cap on training rows; for built-in tasks the number made."""
     seed: int = 0
+    """Of held-out rows and of built-in tasks; trainer.seed shuffles."""
     task: str | None = None
     """Task of builtin:word_problems."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     system_prompt: str | None = None
+    """First message of every conversation that has none; needs chat prompts."""
     chat: bool = False
     """Send a text prompt as a user message through the chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = None
+    """Longest prompt taken; null: what the model's positions leave beside max_new_tokens."""
     on_long: str = "error"
     """A prompt that is too long: error or drop."""
     shuffle: bool = True
+    """Draw a new order each epoch."""
 
 
 @dataclass
@@ -85,15 +99,21 @@ class RolloutConfig:
     engine: str = "local"
     """local (in process, prompts prefilled once per group) or hf (plain generate, for comparison)."""
     prompts_per_step: int = 8
-    """P"""
+    """P, the prompts of a batch."""
     group_size: int = 8
     """G, completions per prompt."""
     max_new_tokens: int = 256
+    """Longest completion, in tokens; what is longer is cut off."""
     min_new_tokens: int = 0
+    """The stop token cannot be drawn before this many tokens."""
     temperature: float = 1.0
+    """Of sampling; log-probs of the update are taken at it, too."""
     top_k: int = 0
+    """Draw from the k likeliest tokens; 0 from all."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability."""
     min_p: float = 0.0
+    """Leave out tokens below this share of the likeliest token's probability."""
     max_rows: int = 256
     """Rows decoded at a time."""
 
@@ -103,18 +123,27 @@ class TrainerConfig:
     """The loop and the optimizer."""
 
     max_steps: int = 100
+    """Batches of rollouts to train on."""
     seed: int = 0
+    """Of sampling, of the order of the data, and of a fresh adapter."""
     lr: float = 1e-6
+    """Peak learning rate."""
     schedule: str = "constant"
     """constant, linear or cosine, after the warm-up."""
     warmup_steps: int = 0
+    """Steps over which the learning rate rises to its peak."""
     min_lr_ratio: float = 0.0
     """Where linear and cosine end, as a share of lr."""
     weight_decay: float = 0.0
+    """AdamW's."""
     adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
     adam_beta2: float = 0.999
+    """Decay of AdamW's mean of squared gradients."""
     adam_eps: float = 1e-8
+    """Added to AdamW's denominator."""
     max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this norm; .inf never does."""
     ppo_epochs: int = 1
     """Optimizer steps on each batch of rollouts."""
     micro_batch_tokens: int = 4096
@@ -126,9 +155,11 @@ class TrainerConfig:
     precision: str = "auto"
     """Of the forward pass: auto (bfloat16 on a GPU, else float32), float32 or bfloat16."""
     device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
     eval_every: int = 0
     """Steps between evaluations; 0 never evaluates."""
     eval_temperature: float = 0.0
+    """0 evaluates the likeliest completion."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = 2
