@@ -231,6 +231,13 @@ def _fault(folder: Path, *, hashes: bool) -> str | None:
 # ---- random number generators
 
 
+def seed_rng(seed: int) -> None:
+    """Start Python's, numpy's and torch's generators anew, so that a reward that draws from any of them repeats."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def capture_rng() -> dict[str, Any]:
     """Return the states of Python's, numpy's, torch's CPU and every CUDA device's generator, as plain values."""
     name, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)

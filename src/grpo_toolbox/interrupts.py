@@ -58,15 +58,26 @@ class GracefulStop:
             # None stands for a handler that was not set from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
+    @property
+    def received(self) -> signal.Signals | None:
+        """The first signal that asked the run to stop."""
+        return self._received
+
     @contextmanager
-    def protect(self) -> Iterator[None]:
-        """Let the block finish before a signal stops the run; an error raised in the block goes first."""
-        self._raise_if_received()
+    def shield(self) -> Iterator[None]:
+        """Let the block finish and raise nothing after it: for the save that ends a run, stopped or not."""
         self._protected += 1
         try:
             yield
         finally:
             self._protected -= 1
+
+    @contextmanager
+    def protect(self) -> Iterator[None]:
+        """Let the block finish before a signal stops the run; an error raised in the block goes first."""
+        self._raise_if_received()
+        with self.shield():
+            yield
         self._raise_if_received()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,16 @@ def solved(scores: Scores) -> Tensor:
     return scores.components[..., 0] >= SOLVED
 
 
+def pass_rate(scores: Scores) -> Tensor:
+    """Return the share solved of the completions that the first component applies to; NaN where there are none."""
+    return solved(scores)[scores.components[..., 0].isfinite()].float().mean()
+
+
+def finite_metrics(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the scalars as numbers, without those that are NaN: a mean over nothing is left out."""
+    return {name: float(value) for name, value in values.items() if bool(torch.isfinite(value))}
+
+
 def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float]:
     """Return the metrics of one step that do not need the model; a mean over nothing is left out."""
     total = scores.total
@@ -29,15 +39,14 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
         "reward_std": _std(total.flatten()),
         "group_reward_std": torch.stack([_std(group) for group in total]).nanmean(),
         "frac_reward_zero_std": _without_spread(total)[scored > 1].float().mean(),
-        "pass_rate": solved(scores)[scores.components[..., 0].isfinite()].float().mean(),
+        "pass_rate": pass_rate(scores),
         "completion_tokens": lengths.mean(),
         "completions/clipped_ratio": torch.tensor([one.finish_reason == "length" for one in rollouts]).float().mean(),
         "duplicate_rate": torch.tensor(_duplicate_rate(rollouts, group_size)),
     }
     for index, name in enumerate(scores.names):
         values[f"rewards/{name}/mean"] = scores.components[..., index].nanmean()
-    finite = {name: float(value) for name, value in values.items() if bool(torch.isfinite(value))}
-    return finite | dict(scores.metrics)
+    return finite_metrics(values) | dict(scores.metrics)
 
 
 def _std(values: Tensor) -> Tensor:

@@ -88,12 +88,13 @@ class Run:
     """Whether the optimizer has begun to move the parameters of a step that is not finished: then nothing is saved."""
     saved: int | None = None
     """The step of the newest checkpoint."""
+    owed: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last finished step while its evaluation is due: a run that stops in it evaluates when resumed."""
 
 
 def train(run: Run) -> dict[str, float]:
     """Train until `max_steps`, a stop signal, or an error; the last finished step is saved in every case."""
     started = time.perf_counter()
-    interrupted: Interrupted | None = None
     for callback in run.callbacks:
         callback.on_start(run.info)
     with GracefulStop() as stop:
@@ -119,16 +120,17 @@ def train(run: Run) -> dict[str, float]:
                 with stop.protect():
                     _report(run, evaluated)
                     _save_when_due(run, number)
-        except Interrupted as signal:
-            interrupted = signal
+        except Interrupted:
+            pass  # summed up below
         finally:
-            _report(run, {})
-            _save(run)
-            summary = {"steps": float(run.finished), "seconds": time.perf_counter() - started}
-            summary["interrupted"] = float(interrupted.received if interrupted else 0)
-            for callback in run.callbacks:
-                callback.on_end(summary)
-            run.engine.close()
+            with stop.shield():
+                _report(run, {})
+                _save(run)
+                summary = {"steps": float(run.finished), "seconds": time.perf_counter() - started}
+                summary["interrupted"] = float(stop.received or 0)
+                for callback in run.callbacks:
+                    callback.on_end(summary)
+                run.engine.close()
     return summary
 
 
@@ -288,22 +290,24 @@ def _seeded(sampling: Sampling, number: int) -> Sampling:
 
 
 def _before_training(run: Run) -> None:
-    """Evaluate the untrained policy, and note the state that an early stop would save."""
-    _take_snapshot(run)
-    if run.finished == 0 and run.eval_every:
-        step = Step(0, _evaluate(run, 0))
-        for callback in run.callbacks:
-            callback.on_step(step)
+    """Evaluate the untrained policy, or make up for an evaluation that a stop cut short."""
+    run.snapshot = _snapshot(run, run.finished)
+    if run.eval_every and (run.owed or run.finished == 0):
+        step = Step(run.finished, run.owed)
+        evaluated = _evaluate(run, run.finished)
+        run.unreported = step
+        _report(run, evaluated)
 
 
 def _finish(run: Run, step: Step) -> None:
     """The step is whole: parameters, optimizer and snapshot belong to it from here on."""
-    run.finished, run.unreported, run.moving = step.number, step, False
-    _take_snapshot(run)
+    snapshot, owed = _snapshot(run, step.number), dict(step.metrics) if _is_due(run, step.number) else {}
+    # One statement without a call, which no second Ctrl-C can cut in two.
+    run.finished, run.unreported, run.snapshot, run.owed, run.moving = step.number, step, snapshot, owed, False
 
 
-def _take_snapshot(run: Run) -> None:
-    run.snapshot = {"step": run.finished, "rng": capture_rng(), "data": run.data.state_dict()}
+def _snapshot(run: Run, number: int) -> dict[str, Any]:
+    return {"step": number, "rng": capture_rng(), "data": run.data.state_dict()}
 
 
 def _report(run: Run, evaluated: Mapping[str, float]) -> None:
@@ -312,21 +316,26 @@ def _report(run: Run, evaluated: Mapping[str, float]) -> None:
     if step is None:
         return
     if evaluated:
-        _take_snapshot(run)  # a reward may have drawn random numbers during the evaluation
+        run.owed = {}
+        run.snapshot = _snapshot(run, run.finished)  # a reward may have drawn random numbers during the evaluation
     for callback in run.callbacks:
         callback.on_step(replace(step, metrics={**step.metrics, **evaluated}))
 
 
 def _evaluate(run: Run, number: int) -> dict[str, float]:
     metrics = evaluate(run.engine, run.reward, run.eval_prompts, run.eval_sampling)
-    if run.best is None or metrics["eval/reward"] > run.best[0]:
-        run.best = (metrics["eval/reward"], number)
+    reward = metrics.get("eval/reward")
+    if reward is not None and (run.best is None or reward > run.best[0]):
+        run.best = (reward, number)
     return metrics
 
 
 def _evaluate_when_due(run: Run, number: int) -> dict[str, float]:
-    due = run.eval_every and (number % run.eval_every == 0 or number == run.info.max_steps)
-    return _evaluate(run, number) if due else {}
+    return _evaluate(run, number) if _is_due(run, number) else {}
+
+
+def _is_due(run: Run, number: int) -> bool:
+    return run.eval_every > 0 and (number % run.eval_every == 0 or number == run.info.max_steps)
 
 
 def _save_when_due(run: Run, number: int) -> None:
@@ -344,6 +353,7 @@ def _save(run: Run) -> None:
         "parameters": {name: value for name, value in run.policy.named_parameters() if value.requires_grad},
         "optimizer": run.optimizer.state_dict(),
         "best": run.best,
+        "owed": run.owed,
     }
     best_step = run.best[1] if run.best else None
     root = run.info.run_dir / "checkpoints"
@@ -353,11 +363,12 @@ def _save(run: Run) -> None:
 
 def restore(run: Run, state: Mapping[str, Any]) -> None:
     """Put a checkpoint's state into a freshly built run; the next step continues as if it had never stopped."""
-    parameters = dict(run.policy.named_parameters())
-    missing = set(state["parameters"]) ^ {name for name, value in parameters.items() if value.requires_grad}
-    if missing:
+    parameters = {name: value for name, value in run.policy.named_parameters() if value.requires_grad}
+    saved = {(name, value.shape) for name, value in state["parameters"].items()}
+    foreign = saved ^ {(name, value.shape) for name, value in parameters.items()}
+    if foreign:
         raise ToolboxError(
-            f"the checkpoint's parameters are not this model's (first difference: {sorted(missing)[0]}): resume with "
+            f"the checkpoint's parameters are not this model's (first difference: {min(foreign)[0]}): resume with "
             "the model.* settings the run was started with."
         )
     with torch.no_grad():
@@ -367,4 +378,5 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     run.data.load_state_dict(state["data"])
     restore_rng(state["rng"])
     run.best = tuple(state["best"]) if state["best"] else None
+    run.owed = dict(state["owed"])
     run.finished = run.saved = int(state["step"])

@@ -19,9 +19,12 @@ class JsonLines:
     """An open jsonl file: whole lines only, on disk as soon as `write` returns."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Open `path` for the steps from `first_step` on; lines of those steps that it already holds are dropped."""
+        """Open `path` for the steps from `first_step` on; lines of those steps that it already holds are dropped.
+
+        From step 1 on that is all of it: the evaluation before training is written again as step 0.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        drop_steps(path, first_step)
+        drop_steps(path, first_step if first_step > 1 else 0)
         # A lone surrogate (half an emoji, cut by a token limit) is written as its JSON escape instead of failing.
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
@@ -35,15 +38,12 @@ class JsonLines:
 
 
 def drop_steps(path: Path, first_step: int) -> None:
-    """Cut the file at its first line of a step >= `first_step`, and cut a last line that was never finished.
-
-    A run that starts at step 1 starts an empty file: the evaluation before training is written again as step 0.
-    """
+    """Cut the file at its first line of a step >= `first_step`, and cut a last line that was never finished."""
     if not path.exists():
         return
     end = 0
     with path.open("rb+") as file:
-        for line in file if first_step > 1 else ():
+        for line in file:
             step = STEP.match(line)
             if not line.endswith(b"\n") or (step and int(step[1]) >= first_step):
                 break

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.advantages import ADVANTAGES
-from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint
+from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint, seed_rng
 from grpo_toolbox.config.inputs import Inputs, fitting_reward
 from grpo_toolbox.config.options import bind, resolve
 from grpo_toolbox.config.probe import check_estimator, check_surrogate
@@ -62,7 +62,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     parts = build_parts(config, inputs)
     trainer = config.trainer
     device = _device(trainer.device)
-    torch.manual_seed(trainer.seed)
+    seed_rng(trainer.seed)
     model = _load_policy(config, device)
     packs = _packs(config, model, parts, device)
     warn_if_cut(config.rollout)
@@ -70,7 +70,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         info=info,
         policy=model,
         reference=make_reference(model) if parts.objective.beta > 0 else None,
-        engine=_engine(config, model, parts.tokenizer, packs),
+        engine=_engine(config, model, parts.tokenizer, packs, weights_version=info.first_step - 1),
         reward=parts.reward,
         advantage=parts.advantage,
         objective=parts.objective,
@@ -199,14 +199,16 @@ def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.devi
     return refusal is None
 
 
-def _engine(config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool) -> Engine:
+def _engine(config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool, *, weights_version: int) -> Engine:
     def decode(ids: Sequence[int], finish_reason: str) -> str:
         return decode_completion(ids, tokenizer, finish_reason)
 
     stops = stop_token_ids(model, tokenizer)
     if config.rollout.engine == "local" and packs:
-        return LocalEngine(model, decode=decode, stop_ids=stops, max_rows=config.rollout.max_rows)
-    return HfEngine(model, decode=decode, stop_ids=stops)
+        return LocalEngine(
+            model, decode=decode, stop_ids=stops, max_rows=config.rollout.max_rows, weights_version=weights_version
+        )
+    return HfEngine(model, decode=decode, stop_ids=stops, weights_version=weights_version)
 
 
 def _optimizer(model: nn.Module, trainer: TrainerConfig) -> torch.optim.Optimizer:

@@ -18,12 +18,17 @@ class HfEngine:
     """Samples with the policy itself through `model.generate`; random numbers are torch's, seeded per call."""
 
     def __init__(
-        self, model: nn.Module, *, decode: Callable[[Sequence[int], str], str], stop_ids: Sequence[int]
+        self,
+        model: nn.Module,
+        *,
+        decode: Callable[[Sequence[int], str], str],
+        stop_ids: Sequence[int],
+        weights_version: int = 0,
     ) -> None:
         self._model = model
         self._decode = decode
         self._stop_ids = tuple(stop_ids)
-        self._version = 0
+        self._version = weights_version
 
     def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
         """Return `group_size` rollouts per prompt, prompt-major."""

@@ -70,7 +70,10 @@ class KeyValues:
 
 
 class LocalEngine:
-    """Samples with the policy itself; `decode(ids, finish_reason)` turns a completion into text."""
+    """Samples with the policy itself; `decode(ids, finish_reason)` turns a completion into text.
+
+    `weights_version` is how many syncs a resumed run has seen before.
+    """
 
     def __init__(
         self,
@@ -79,12 +82,13 @@ class LocalEngine:
         decode: Callable[[Sequence[int], str], str],
         stop_ids: Sequence[int],
         max_rows: int = 256,
+        weights_version: int = 0,
     ) -> None:
         self._model = model
         self._decode = decode
         self._stop_ids = tuple(stop_ids)
         self._max_rows = max_rows
-        self._version = 0
+        self._version = weights_version
 
     def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
         """Return `group_size` rollouts per prompt, prompt-major.
