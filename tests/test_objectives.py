@@ -289,6 +289,19 @@ def test_nan_off_the_mask_changes_nothing(surrogate: Surrogate, loss_agg: str, a
         assert torch.equal(torch.autograd.grad(loss, dirty)[0], expected)
 
 
+def test_nan_off_the_mask_does_not_reach_the_log():
+    _, terms = loss_and_terms(
+        Objective(clipped, beta=0.3),
+        logps=torch.where(MASK, NOW, math.nan),
+        advantages=PER_ROW,
+        mask=MASK,
+        denominators=COUNTS,
+        old_logps=torch.where(MASK, OLD, math.nan),
+        ref_logps=torch.where(MASK, REFERENCE, math.nan),
+    )
+    assert all(value.double().isfinite().all() for value in terms.values())
+
+
 @pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
 def test_no_spread_no_gradient_unless_there_is_a_kl(surrogate: Surrogate):
     advantages = group_relative(torch.full((1, 2), 0.1)).T  # (2, 1): one group of two rows, both at .1
