@@ -73,7 +73,7 @@ def check_config(config: RunConfig) -> None:
         if value is not None and not value.strip():
             raise ConfigError(f"{key}= is blank: give it a value, or leave it out.")
     if not config.trainer.max_grad_norm > 0:
-        raise ConfigError(f"trainer.max_grad_norm={config.trainer.max_grad_norm} must be above 0; .inf never clips.")
+        raise ConfigError(f"trainer.max_grad_norm={config.trainer.max_grad_norm} must be above 0; inf never clips.")
     if config.trainer.eval_every and not _has_eval_data(config):
         raise ConfigError(
             f"trainer.eval_every={config.trainer.eval_every} has nothing to evaluate on: set data.eval_size, "

@@ -49,6 +49,8 @@ def unknown_key(key: str, siblings: Sequence[str]) -> ConfigError:
     for other, message in OTHER_PARTS.items():
         if key == other or key.startswith(f"{other}."):
             return ConfigError(message)
+    if part.startswith("callbacks.") and part in known_keys() and not siblings:
+        return ConfigError(f"{part} is switched off (null), so {name} has no place: write +{key}=… to switch it on.")
     near = suggest(name, [one for one in siblings if one != "name"])
     if near and part:
         near = near.replace("mean ", f"mean {part}.")

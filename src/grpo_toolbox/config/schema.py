@@ -82,7 +82,7 @@ class DataConfig:
     """First message of every conversation that has none; needs chat prompts."""
     chat: bool = False
     """Send a text prompt as a user message through the chat template."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Any = None
     """Passed to the tokenizer's chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int | None = None
     """Longest prompt taken; null: what the model's positions leave beside max_new_tokens."""
@@ -143,7 +143,7 @@ class TrainerConfig:
     adam_eps: float = 1e-8
     """Added to AdamW's denominator."""
     max_grad_norm: float = 1.0
-    """Longer gradients are scaled down to this norm; .inf never does."""
+    """Longer gradients are scaled down to this norm; inf never does (.inf in YAML)."""
     ppo_epochs: int = 1
     """Optimizer steps on each batch of rollouts."""
     micro_batch_tokens: int = 4096
