@@ -43,7 +43,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window 256": ("mistral", {"sliding_window": 256}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {}),
-    "phi3, longrope past 16": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3, longrope past 64": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}),
     "gemma": ("gemma", {"head_dim": 8}),
     "gemma2, window 256": ("gemma2", {"head_dim": 8, "sliding_window": 256}),
     "gemma3, window 16": ("gemma3_text", {"head_dim": 8, "sliding_window": 16}),
