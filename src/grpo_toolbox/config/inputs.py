@@ -67,4 +67,5 @@ def _loads_a_model(options: Mapping[str, Any]) -> bool:
     name = options["name"]
     if name == "weighted_sum":
         return any(map(_loads_a_model, options["components"]))
-    return name == "reward_model" or (":" in name and inspect.isclass(check_options(**options)))
+    own = {key: value for key, value in options.items() if key != "weight"}  # which is the sum's
+    return name == "reward_model" or (":" in name and inspect.isclass(check_options(**own)))
