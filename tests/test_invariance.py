@@ -363,14 +363,10 @@ def test_the_attention_of_the_model_is_put_back(model: nn.Module):
 def _trained(settings_: UpdateSettings, objective: Objective, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     """Parameters after one `update` with plain gradient descent, whose step is the gradient itself, and its metrics."""
     policy = _small_llama()
-    other = copy.deepcopy(policy)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.9)
     run = Run(
         info=None,  # type: ignore[arg-type]  # an update needs none of the stages before it
         policy=policy,
-        reference=Reference(other) if objective.beta > 0 else None,
+        reference=Reference(_other(policy)) if objective.beta > 0 else None,
         engine=None,  # type: ignore[arg-type]
         reward=None,  # type: ignore[arg-type]
         advantage=torch.Tensor.clone,
@@ -387,7 +383,18 @@ def _trained(settings_: UpdateSettings, objective: Objective, batch: Batch) -> t
         eval_sampling=Sampling(max_new_tokens=7, temperature=0.0),
     )
     metrics = update(run, batch, 1)
-    return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]), metrics
+    return _flat(policy), metrics
+
+
+def _other(policy: nn.Module) -> nn.Module:
+    """A policy nearby."""
+    other = copy.deepcopy(policy)
+    nn.utils.vector_to_parameters(0.9 * _flat(policy), other.parameters())
+    return other
+
+
+def _flat(policy: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
 
 
 @objectives
@@ -397,7 +404,7 @@ def test_update_does_not_depend_on_the_split(objective: Objective, epochs: int):
     batch = replace(batch, advantages=batch.advantages * torch.tensor([[1.0], [1], [1], [0], [0], [0], [1], [0], [1]]))
     plain = UpdateSettings(epochs, 10**6, math.inf, packed=False, skip_zero_advantage=False)
     expected, logged = _trained(plain, objective, batch)
-    start = torch.cat([parameter.flatten() for parameter in _small_llama().parameters()]).detach()
+    start = _flat(_small_llama())
     for changed in (
         UpdateSettings(epochs, 10**6, math.inf),
         UpdateSettings(epochs, 1, math.inf),
@@ -410,13 +417,20 @@ def test_update_does_not_depend_on_the_split(objective: Objective, epochs: int):
         assert metrics["loss"] == pytest.approx(logged["loss"], rel=1e-9, abs=1e-12)
 
 
-def test_update_moves_by_the_gradient_on_policy():
+@objectives
+def test_two_epochs_are_two_gradient_steps_against_the_first_policy(objective: Objective):
     batch = replace(_batch(PLAIN), old_logps=None, ref_logps=None)
-    objective = OBJECTIVES["dapo"]
     policy = _small_llama()
-    start = torch.cat([parameter.flatten() for parameter in policy.parameters()]).detach()
-    parameters, metrics = _trained(UpdateSettings(1, 20, math.inf), objective, batch)
-    gradient = _gradient(policy, batch, objective)
-    _assert_equal(parameters - start, -0.1 * gradient)
+    with torch.no_grad():
+        first, _ = completion_logps(policy, batch, temperature=TEMPERATURE, packed=False)
+        reference, _ = completion_logps(_other(policy), batch, temperature=TEMPERATURE, packed=False)
+    for epoch in range(2):
+        step = replace(batch, old_logps=None if epoch == 0 else first, ref_logps=reference)
+        gradient = _gradient(policy, step, objective, packed=False)
+        moved = _flat(policy) - 0.1 * gradient
+        nn.utils.vector_to_parameters(moved, policy.parameters())
+    parameters, metrics = _trained(UpdateSettings(2, 20, math.inf), objective, batch)
+    start = _flat(_small_llama())
+    _assert_equal(parameters - start, moved - start)
     assert metrics["grad_norm"] == pytest.approx(float(gradient.norm()))
     assert metrics["lr"] == 0.1
