@@ -19,7 +19,10 @@ from grpo_toolbox.cli.main import main
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.config.typed import typed_config
 
-SHORT = ("trainer.max_steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2", "callbacks=none")
+SHORT = (
+    *("trainer.max_steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=3"),
+    "callbacks=none",
+)
 """Overrides that make a run of two small steps."""
 
 _numbers = itertools.count()

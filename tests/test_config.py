@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
@@ -15,16 +16,24 @@ from command_line import composed
 from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.callbacks import CALLBACKS, build_callbacks
 from grpo_toolbox.cli.help import train_help
-from grpo_toolbox.config.build import sampling
+from grpo_toolbox.config.build import OBJECTIVES, sampling
 from grpo_toolbox.config.check import CHOICES
 from grpo_toolbox.config.keys import known_keys, typed_keys, unknown_key
-from grpo_toolbox.config.options import bind, check_named, taken_options, without_foreign
+from grpo_toolbox.config.options import REGISTRIES, bind, check_named, taken_options, without_foreign
 from grpo_toolbox.config.probe import check_estimator, check_surrogate
-from grpo_toolbox.config.source import CONF, SCHEMA_GROUPS, groups, keyword_options, option_names, registry, schema_keys
+from grpo_toolbox.config.source import (
+    CONF,
+    HANDED_IN,
+    SCHEMA_GROUPS,
+    groups,
+    keyword_options,
+    option_names,
+    registry,
+    schema_keys,
+)
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.load import DTYPES
-from grpo_toolbox.objectives import OBJECTIVES, Objective, build_objective
-from grpo_toolbox.ops import AGGREGATIONS, KL
+from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import REWARDS, check_options
 
 NEEDED = {
@@ -50,7 +59,7 @@ def defaults(function: Callable[..., Any], *, keyword_only: bool = True) -> dict
     return {
         one.name: one.default
         for one in inspect.signature(function).parameters.values()
-        if one.kind is one.KEYWORD_ONLY or not keyword_only
+        if (one.kind is one.KEYWORD_ONLY or not keyword_only) and one.name not in HANDED_IN
     }
 
 
@@ -105,14 +114,18 @@ def test_every_advantage_has_its_yaml() -> None:
 
 @pytest.mark.parametrize("option", option_names("objective"))
 def test_an_objective_yaml_holds_the_options_of_its_surrogate_and_of_every_objective(option: str) -> None:
-    values = yaml("objective", option)
+    _, plain = composed("~experiment", "rollout.max_new_tokens=3", f"objective={option}")
+    values = dict(plain["objective"])
     surrogate = OBJECTIVES[values.pop("name")]
     assert set(values) == {*OBJECTIVE_FIELDS, *defaults(surrogate)}
     check_surrogate(build_objective(surrogate, **values))
 
 
 def test_the_three_objectives_of_the_axis_are_what_their_names_promise() -> None:
-    grpo, ppo, reinforce = (yaml("objective", option) for option in ("grpo", "ppo_clip", "reinforce"))
+    def preset(option: str) -> dict[str, Any]:
+        return composed("~experiment", "rollout.max_new_tokens=3", f"objective={option}")[1]["objective"]
+
+    grpo, ppo, reinforce = map(preset, ("grpo", "ppo_clip", "reinforce"))
     assert (grpo["loss_agg"], grpo["kl"], grpo["beta"] > 0) == ("seq_mean_token_mean", "k3", True)
     assert (ppo["loss_agg"], ppo["beta"], ppo["name"]) == ("token_mean", 0.0, "clipped")
     assert (reinforce["beta"], reinforce["name"]) == (0.0, "reinforce")
@@ -143,14 +156,9 @@ def test_the_callbacks_of_the_default_are_all_there_are_with_real_options() -> N
 
 
 def test_the_source_says_what_the_modules_say() -> None:
-    for file, name, real in (
-        ("advantages.py", "ADVANTAGES", ADVANTAGES),
-        ("objectives.py", "OBJECTIVES", OBJECTIVES),
-        ("ops.py", "AGGREGATIONS", AGGREGATIONS),
-        ("ops.py", "KL", KL),
-    ):
-        assert registry(file, name) == {key: function.__name__ for key, function in real.items()}
-    for file, functions in (("advantages.py", ADVANTAGES), ("objectives.py", OBJECTIVES)):
+    for file, name in REGISTRIES.values():
+        functions = getattr(importlib.import_module(f"grpo_toolbox.{file.removesuffix('.py')}"), name)
+        assert registry(file, name) == {key: function.__name__ for key, function in functions.items()}
         for function in functions.values():
             assert set(keyword_options(file, function.__name__)) == set(defaults(function))
 

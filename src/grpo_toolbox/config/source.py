@@ -18,9 +18,13 @@ def groups() -> list[str]:
     return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
 
 
+HANDED_IN = ("mask", "components", "weights", "penalty")
+"""Keyword arguments that the loop hands to a function which names them; they are not options."""
+
+
 def option_names(group: str) -> list[str]:
     """Return the options of a config group, sorted."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
 
 
 def schema_keys(class_name: str) -> list[tuple[str, str, str, str]]:
@@ -55,7 +59,7 @@ def registry(file: str, name: str) -> dict[str, str]:
 def keyword_options(file: str, function: str) -> dict[str, str]:
     """Return the keyword-only parameters of a function of a file with their types, the name of a Literal resolved."""
     found = next(node for node in _tree(file).body if isinstance(node, ast.FunctionDef) and node.name == function)
-    return {one.arg: _type(file, one.annotation) for one in found.args.kwonlyargs}
+    return {one.arg: _type(file, one.annotation) for one in found.args.kwonlyargs if one.arg not in HANDED_IN}
 
 
 def _type(file: str, annotation: ast.expr | None) -> str:
