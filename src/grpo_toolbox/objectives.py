@@ -1,88 +1,130 @@
-"""The objective: `loss = aggregate(surrogate(ratio, advantage) + beta · KL)`, a product of small choices.
+"""The objective: a product of small choices, put together once and applied to every micro-batch.
 
-A surrogate is a pure function `(logps, old_logps, advantages, **options) -> (per-token loss, where it is clipped)` on
-`(B, T)` tensors; its options are its keyword arguments. Names of methods (DAPO, Dr. GRPO, …) are presets in
-`conf/objective`, never code. `objective.name=my_module:my_fn` plugs in a surrogate of your own.
+    loss = aggregate(surrogate(ratio, advantage) · correction + beta · KL, mask, denominators) − entropy_coef · entropy
+
+surrogate (`surrogates.py`) × ratio level and correction (`ratios.py`) × KL and aggregation (`ops.py`). Names of methods
+(DAPO, GSPO, ScaleRL, …) are presets in `conf/objective` and `conf/experiment`, never code.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_toolbox.errors import ConfigError, unknown_option
-from grpo_toolbox.ops import AGGREGATIONS, KL, Denominators, kl_is_bounded, log_ratio, masked
+from grpo_toolbox.ops import AGGREGATIONS, KL, Denominators, kl_is_bounded, log_ratio, masked, token_mean
+from grpo_toolbox.ratios import CORRECTIONS, RATIO_LEVELS, Correction, off_policy_rows
+from grpo_toolbox.surrogates import OBJECTIVES, clipped, reinforce
 
-Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+__all__ = ["OBJECTIVES", "Objective", "build_objective", "clipped", "loss_and_terms", "reinforce"]
 
-
-def clipped(
-    logps: Tensor, old_logps: Tensor, advantages: Tensor, *, clip_eps: float = 0.2, clip_eps_high: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return −min(ρA, clip(ρ, 1−ε, 1+ε_high)·A) with ρ = π/π_old (PPO; Schulman et al., 2017).
-
-    `clip_eps_high=None` means `clip_eps`; DAPO (Yu et al., 2025) raises it to 0.28. Clipped is a token whose gradient
-    is exactly 0: ρ > 1+ε_high with A > 0, or ρ < 1−ε with A < 0.
-    """
-    high = 1 + (clip_eps if clip_eps_high is None else clip_eps_high)
-    low = 1 - clip_eps
-    ratio = log_ratio(logps, old_logps).exp()
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    return loss, ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-
-
-def reinforce(logps: Tensor, old_logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return −A · log π: the plain policy gradient (REINFORCE; Williams, 1992), without ratio and without clipping."""
-    return -advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
-
-
-OBJECTIVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"clipped": clipped, "reinforce": reinforce}
+Surrogate = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One choice on each axis; `loss` turns log-probs into the scalar to differentiate."""
+    """One choice on each axis; `loss_and_terms` turns log-probs into the scalar to differentiate."""
 
     surrogate: Surrogate
+    ratio_level: str = "token"
+    """token, sequence (geometric mean; GSPO), sequence_token (GSPO-token) or product (of the sequence; RLOO)."""
     loss_agg: str = "seq_mean_token_mean"
+    """seq_mean_token_mean (GRPO), token_mean (DAPO), seq_mean_token_sum or constant (Dr. GRPO)."""
+    length: float | None = None
+    """L of `loss_agg=constant`; None means `rollout.max_new_tokens`."""
     beta: float = 0.0
     """Weight of the KL to the reference; at 0 no reference is loaded."""
     kl: str = "k3"
-    length: float | None = None
-    """L of `loss_agg=constant`; None means `rollout.max_new_tokens`."""
+    """k1, k2 or k3."""
+    kl_in: str = "loss"
+    """loss: a differentiable term; reward: taken off the reward, without gradient (RLOO, REINFORCE++)."""
+    kl_unbiased: bool = False
+    """Multiply the KL by the differentiable ratio: its gradient is then the reverse KL's (DeepSeek-V3.2, 2025)."""
+    correction: str = "none"
+    """Weight for a sampler that is not quite the policy: none, or a name of `ratios.CORRECTIONS`."""
+    correction_min: float | None = None
+    correction_max: float | None = None
+    """Bounds of the weight; None takes those of the correction's paper."""
+    off_policy_threshold: float | None = None
+    """Drop rows with A < 0 whose mean log(π_sampler/π) is above this (DeepSeek-V3.2, 2025); None keeps all."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    top_entropy_quantile: float = 1.0
+    """Train only this share of tokens, those of highest entropy (Wang et al., 2025); 1 trains all."""
+    mask_truncated: bool = False
+    """Leave completions that hit the length limit out of the loss; their reward still counts in the group (DAPO)."""
 
     def __post_init__(self) -> None:
-        if self.loss_agg not in AGGREGATIONS:
-            raise unknown_option("objective.loss_agg", self.loss_agg, AGGREGATIONS)
-        if self.kl not in KL:
-            raise unknown_option("objective.kl", self.kl, KL)
-        if not 0 <= self.beta < float("inf"):
-            raise ConfigError(f"objective.beta={self.beta} must be a finite number >= 0; 0 switches the KL off.")
+        self._check_choices()
+        if self.kl_in == "reward" and self.kl_unbiased:
+            raise ConfigError(
+                "objective.kl_unbiased=true needs objective.kl_in=loss: in the reward the KL has no gradient."
+            )
+        for key in ("beta", "entropy_coef"):
+            value = getattr(self, key)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"objective.{key}={value} must be a finite number >= 0; 0 switches it off.")
         if self.length is not None and not 0 < self.length < float("inf"):
             raise ConfigError(
                 f"objective.length={self.length} must be a finite number > 0; null takes rollout.max_new_tokens."
             )
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ConfigError(f"objective.top_entropy_quantile={self.top_entropy_quantile} must be in (0, 1].")
+        self.make_correction()  # its bounds are checked where it is made
+
+    def _check_choices(self) -> None:
+        choices: dict[str, Any] = {
+            "ratio_level": RATIO_LEVELS,
+            "loss_agg": AGGREGATIONS,
+            "kl": KL,
+            "kl_in": ("loss", "reward"),
+            "correction": ("none", *CORRECTIONS),
+        }
+        for key, options in choices.items():
+            if getattr(self, key) not in options:
+                raise unknown_option(f"objective.{key}", getattr(self, key), options)
+
+    def make_correction(self) -> Correction | None:
+        """Return the sampler correction, with its paper's bounds where none are set."""
+        if self.correction == "none":
+            return None
+        made = CORRECTIONS[self.correction]
+        if self.correction_min is None and self.correction_max is None:
+            return made
+        return Correction(made.level, made.drops, self.correction_min, self.correction_max)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference's log-probs enter the loss or the reward."""
+        return self.beta > 0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether a KL term is differentiated."""
+        return self.beta > 0 and self.kl_in == "loss"
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
         """Whether rows of exactly zero advantage can be left out of the forward pass without changing the gradient."""
-        return self.beta == 0
+        return not self.kl_in_loss and self.entropy_coef == 0
 
 
-def build_objective(surrogate: Callable[..., tuple[Tensor, Tensor]], **options: object) -> Objective:
+def build_objective(surrogate: Surrogate, **options: Any) -> Objective:
     """Split `options` between the Objective's own fields and the surrogate's keyword arguments; check their ranges."""
-    own = {key: options.pop(key) for key in ("loss_agg", "beta", "kl", "length") if key in options}
-    for key in ("clip_eps", "clip_eps_high"):
-        value = options.get(key)
-        if isinstance(value, (int, float)) and not value >= 0:
+    names = [field.name for field in fields(Objective) if field.name != "surrogate"]
+    own = {key: options.pop(key) for key in names if key in options}
+    for key, value in options.items():
+        if key.startswith("clip_eps") and isinstance(value, int | float) and not value >= 0:
             raise ConfigError(
                 f"objective.{key}={value} must be >= 0: the ratio is kept in [1 − clip_eps, 1 + clip_eps_high]."
             )
-    return Objective(surrogate=partial(surrogate, **options), **own)  # type: ignore[arg-type]
+    return Objective(surrogate=partial(surrogate, **options), **own)
 
 
 def loss_and_terms(
@@ -92,24 +134,104 @@ def loss_and_terms(
     advantages: Tensor,
     mask: Tensor,
     denominators: Denominators,
+    entropy: Tensor | None = None,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
+    sampler_logps: Tensor | None = None,
+    trained: Tensor | None = None,
+    entropy_coef: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of these rows (a scalar) and detached per-token terms `(B, T)` for the log.
 
     Losses of micro-batches add up to the loss of the whole step, because `denominators` belong to the step.
     `old_logps=None` means on-policy: π_old = π, the ratio is 1 and only its gradient counts. `advantages` (B, 1|T).
+    `trained` (B, T) marks the tokens that `top_entropy_quantile` kept; KL and denominators still count all.
+    `entropy_coef` overrides the objective's own where a controller moves it.
     """
     logps = masked(logps, mask)  # before any arithmetic: 0 · NaN in a backward pass would be NaN again
     old = logps.detach() if old_logps is None else masked(old_logps, mask)
-    per_token, is_clipped = objective.surrogate(logps, old, advantages)
-    terms = {"clip_fraction": is_clipped, "ratio": log_ratio(logps, old).exp()}
-    if objective.beta > 0:
-        if ref_logps is None:
-            raise ConfigError(f"objective.beta={objective.beta} needs the reference's log-probs, and there are none.")
-        ref_logps = masked(ref_logps, mask)
-        kl = KL[objective.kl](logps, ref_logps)
+    advantages = masked(advantages.expand_as(logps), mask)
+    level = RATIO_LEVELS[objective.ratio_level](logps, old, mask)
+    per_token, is_clipped = call_surrogate(objective, logps, old, level, advantages, mask)
+    terms: dict[str, Tensor] = {"clip_fraction": is_clipped, "ratio": level.exp()}
+    for name, weights in _weights(objective, logps, old, sampler_logps, advantages, mask, trained).items():
+        per_token = per_token * weights
+        terms[name] = weights
+    if objective.kl_in_loss:
+        kl, terms["kl_bounded_fraction"] = _kl(objective, logps, ref_logps, mask)
+        terms["kl"] = kl = kl * level.exp() if objective.kl_unbiased else kl
         per_token = per_token + objective.beta * kl
-        terms |= {"kl": kl, "kl_bounded_fraction": kl_is_bounded(logps, ref_logps)}
     loss = AGGREGATIONS[objective.loss_agg](per_token, mask, denominators)
+    coef = objective.entropy_coef if entropy_coef is None else entropy_coef
+    if coef:
+        if entropy is None:
+            raise ConfigError(f"objective.entropy_coef={coef} needs the policy's entropy, and there is none.")
+        kept = mask if trained is None else mask & trained
+        loss = loss - coef * token_mean(masked(entropy, kept), mask, denominators)
     return loss, {name: value.detach() for name, value in terms.items()}
+
+
+def call_surrogate(
+    objective: Objective, logps: Tensor, old: Tensor, level: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Call the surrogate with π_old chosen such that log π − log π_old is the log-ratio of the level."""
+    takes_mask = "mask" in inspect.signature(objective.surrogate).parameters
+    at_level = old if objective.ratio_level == "token" else logps - level
+    return objective.surrogate(logps, at_level, advantages, **({"mask": mask} if takes_mask else {}))
+
+
+def _weights(
+    objective: Objective,
+    logps: Tensor,
+    old: Tensor,
+    sampler_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    trained: Tensor | None,
+) -> dict[str, Tensor]:
+    """Return what the surrogate is multiplied with, all constants: rows kept, tokens kept, sampler correction."""
+    weights: dict[str, Tensor] = {}
+    correction = objective.make_correction()
+    if correction or objective.off_policy_threshold is not None:
+        if sampler_logps is None:
+            raise ConfigError("objective.correction and off_policy_threshold need the sampler's log-probs.")
+        sampler = masked(sampler_logps, mask)
+        if objective.off_policy_threshold is not None:
+            kept = off_policy_rows(logps, sampler, advantages, mask, objective.off_policy_threshold)
+            weights["off_policy_kept"] = kept
+        if correction:
+            weights["correction"] = correction(old, sampler, mask)
+    if trained is not None:
+        weights["entropy_kept"] = trained.to(logps.dtype)
+    return weights
+
+
+def _kl(objective: Objective, logps: Tensor, ref_logps: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
+    if ref_logps is None:
+        raise ConfigError(f"objective.beta={objective.beta} needs the reference's log-probs, and there are none.")
+    ref_logps = masked(ref_logps, mask)
+    return KL[objective.kl](logps, ref_logps), kl_is_bounded(logps, ref_logps)
+
+
+def kl_penalty(objective: Objective, logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
+    """Return beta · KL per token (B, T), without gradient: what `kl_in=reward` takes off the reward."""
+    kl, _ = _kl(objective, masked(logps, mask), ref_logps, mask)
+    return masked(objective.beta * kl, mask).detach()
+
+
+def mismatch(trainer_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return sums (scalars) that measure how far the sampler is from the trainer on the masked tokens.
+
+    With d = log π_trainer − log π_sampler and w = eᵈ: Σ|d|, Σ(w − 1 − d) (the KL, k3 form), Σw, Σw², and extremes.
+    """
+    difference = (trainer_logps - sampler_logps)[mask].double()
+    ratio = log_ratio(difference, torch.zeros_like(difference)).exp()
+    return {
+        "gap": difference.abs().sum(),
+        "kl": (ratio - 1 - difference).sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": ratio.square().sum(),
+        "gap_max": difference.abs().amax(),
+        "ratio_min": ratio.amin(),
+        "ratio_max": ratio.amax(),
+    }

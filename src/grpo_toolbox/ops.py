@@ -143,6 +143,11 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
+def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean (B, 1) over each row's masked entries; 0 for a row without any."""
+    return masked(values, mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
 @dataclass(frozen=True)
 class Denominators:
     """What losses are divided by: counted once per optimizer step over all micro-batches (and processes)."""

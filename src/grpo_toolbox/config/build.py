@@ -35,9 +35,10 @@ from grpo_toolbox.models.load import (
     save_pretrained,
     stop_token_ids,
 )
-from grpo_toolbox.objectives import OBJECTIVES, Objective, build_objective
+from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Reward
 from grpo_toolbox.schedule import lr_factor
+from grpo_toolbox.surrogates import OBJECTIVES
 from grpo_toolbox.trainer import Run, UpdateSettings, restore
 from grpo_toolbox.types import Prompt, RunInfo, Sampling
 

@@ -43,7 +43,7 @@ def write_config(info: RunInfo) -> None:
 
 
 def _open(config: RunConfig, run_dir: Path, plain: dict[str, Any]) -> RunInfo:
-    from grpo_toolbox.checkpoint import check_run_dir, finished_step, latest_checkpoint
+    from grpo_toolbox.checkpoint import check_run_dir, finished_step, latest_checkpoint, load_checkpoint
 
     resuming = config.resume is not None or config.trainer.resume
     check_run_dir(run_dir, resuming=resuming)
@@ -51,7 +51,7 @@ def _open(config: RunConfig, run_dir: Path, plain: dict[str, Any]) -> RunInfo:
     if resuming:
         newest = latest_checkpoint(run_dir / "checkpoints")
         finished = finished_step(newest) if newest else 0
-        if finished >= config.trainer.max_steps:
+        if newest and finished >= config.trainer.max_steps and not load_checkpoint(newest, "cpu")["owed"]:
             raise ConfigError(
                 f"{run_dir} has already finished step {finished}, and trainer.max_steps={config.trainer.max_steps}: "
                 "raise trainer.max_steps to train on."

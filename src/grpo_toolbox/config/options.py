@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from grpo_toolbox.config.source import class_fields, keyword_options, registry
+from grpo_toolbox.config.source import HANDED_IN, class_fields, keyword_options, registry
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
 from grpo_toolbox.rewards import REWARDS, check_options
 from grpo_toolbox.rewards.signatures import CONTRACT
 
-REGISTRIES = {"advantage": ("advantages.py", "ADVANTAGES"), "objective": ("objectives.py", "OBJECTIVES")}
+REGISTRIES = {"advantage": ("advantages.py", "ADVANTAGES"), "objective": ("surrogates.py", "OBJECTIVES")}
 """Groups whose functions are pure maths, and where they are listed."""
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
@@ -113,7 +113,9 @@ def _keyword_only(function: Callable[..., Any]) -> dict[str, str] | None:
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
-    return {one.name: _annotation(one) for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {
+        one.name: _annotation(one) for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in HANDED_IN
+    }
 
 
 def _reward_options(name: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_toolbox.errors import ConfigError, ToolboxError
-from grpo_toolbox.objectives import Objective
+from grpo_toolbox.objectives import Objective, call_surrogate
 
 
 def check_estimator(advantage: Callable[[Tensor], Tensor], group_size: int) -> None:
@@ -28,7 +28,8 @@ def check_surrogate(objective: Objective) -> None:
     """Call the surrogate once on two rows of three tokens and look at what comes back."""
     logps = torch.full((2, 3), -1.0, requires_grad=True)
     with _probing("objective"):
-        result = objective.surrogate(logps, logps.detach(), torch.tensor([[1.0], [-1.0]]))
+        advantages, mask = torch.tensor([[1.0], [-1.0]]).expand_as(logps), torch.ones_like(logps, dtype=torch.bool)
+        result = call_surrogate(objective, logps, logps.detach(), torch.zeros_like(logps), advantages, mask)
     if not isinstance(result, tuple) or [getattr(part, "shape", None) for part in result] != [logps.shape] * 2:
         raise ConfigError(
             "the objective function must return two tensors of the shape (B, T) of logps: the loss per token, and "

@@ -1,0 +1,136 @@
+"""Surrogates: what stands for −A·log π in the loss, as pure functions on `(B, T)` tensors.
+
+    (logps, old_logps, advantages, *, mask?, options…) -> (per-token loss, where it is clipped)
+
+`old_logps` already carries the ratio level (`ratios.at_level`), so each function reads as if ratios were per token. A
+function that needs to know which tokens are real names `mask`. Options are keyword arguments. Clipped means: the
+gradient of that token is exactly 0, or its weight was capped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from grpo_toolbox.ops import log_ratio, masked, masked_row_mean
+
+_LOG_FLOOR = -18.420680743952367  # log 1e-8
+
+
+def clipped(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    *,
+    clip_eps: float = 0.2,
+    clip_eps_high: float | None = None,
+    delta: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return −min(min(ρ, δ)·A, clip(ρ, 1−ε, 1+ε_high)·A) with ρ = π/π_old (PPO; Schulman et al., 2017).
+
+    `clip_eps_high=None` means `clip_eps`; DAPO (Yu et al., 2025) raises it to 0.28. `delta` bounds the loss for A < 0,
+    where PPO has no bound: two-sided clipping (INTELLECT-2, 2025) and, for δ > 1+ε_high, the same function as dual-clip
+    PPO with c = δ (Ye et al., 2020). Clipped is a token whose gradient is exactly 0.
+    """
+    high = 1 + (clip_eps if clip_eps_high is None else clip_eps_high)
+    low = 1 - clip_eps
+    ratio = log_ratio(logps, old_logps).exp()
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
+    is_clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    if delta is not None:
+        is_clipped = is_clipped | ((ratio > delta) & (advantages < 0))
+    return loss, is_clipped
+
+
+def reinforce(logps: Tensor, old_logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return −A · log π: the plain policy gradient (REINFORCE; Williams, 1992), without ratio and without clipping."""
+    return -advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
+
+
+def cispo(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    *,
+    clip_eps: float | None = None,
+    clip_eps_high: float = 4.0,
+    ratio_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return −sg(clip(ρ, 1−ε, 1+ε_high))·A·log π (CISPO; MiniMax-M1, 2025): the weight is capped, no token is dropped.
+
+    The cap is 1 + `clip_eps_high`, or `ratio_cap` where the absolute value is meant (ScaleRL's and TRL's 5.0): two
+    names, because a cap of 0.2 on ρ would scale every gradient down to a fifth. `clip_eps=None`: no lower bound.
+    """
+    cap = 1 + clip_eps_high if ratio_cap is None else ratio_cap
+    ratio = log_ratio(logps, old_logps).exp().detach()
+    weight = ratio.clamp(min=0.0 if clip_eps is None else 1 - clip_eps, max=cap)
+    return -weight * advantages * logps, weight != ratio
+
+
+def sapo(
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> tuple[Tensor, Tensor]:
+    """Return −(4/τ)·σ(τ(ρ−1))·A: a soft gate in place of the clip (SAPO; Gao et al., 2025).
+
+    τ is `tau_pos` where A > 0 and `tau_neg` elsewhere. At ρ = 1 the gradient is that of ρA.
+    """
+    ratio = log_ratio(logps, old_logps).exp()
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logps.dtype)
+    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(logps, dtype=torch.bool)
+
+
+def gmpo(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor,
+    clip_eps: float = 0.4,
+    clip_eps_high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return −A·exp(meanₜ of the clipped log ρₜ), the same for each token of a row (GMPO; Zhao et al., 2025).
+
+    log ρ is clipped from above by ε_high where A > 0 and from below by −ε where A < 0. With
+    `loss_agg=seq_mean_token_mean` the row's loss is the paper's.
+    """
+    log_rho = log_ratio(logps, old_logps)
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    one_sided = torch.where(advantages > 0, log_rho.clamp(max=high), log_rho.clamp(min=-clip_eps))
+    weight = masked_row_mean(one_sided, mask).exp()  # (B, 1)
+    is_clipped = ((log_rho > high) & (advantages > 0)) | ((log_rho < -clip_eps) & (advantages < 0))
+    return (-weight * advantages).expand_as(logps), is_clipped
+
+
+def vespo(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Return −φ(w)·A·log π with φ(w) = wᵏ·exp(λ(1−w)) held constant and w the row's product of ratios (VESPO, 2026).
+
+    (k, λ) are the `pos` pair where A ≥ 0, else the `neg` pair; φ(1) = 1. log w is kept in [log 1e-8, 20].
+    """
+    log_w = masked(log_ratio(logps, old_logps), mask).sum(dim=1, keepdim=True).clamp(_LOG_FLOOR, 20.0).detach()
+    k = torch.where(advantages >= 0, k_pos, k_neg).to(logps.dtype)
+    lam = torch.where(advantages >= 0, lambda_pos, lambda_neg).to(logps.dtype).clamp(min=1e-4)
+    phi = (lam + k * log_w - lam * log_w.exp()).exp()
+    return -phi * advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
+
+
+OBJECTIVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "clipped": clipped,
+    "reinforce": reinforce,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "vespo": vespo,
+}
