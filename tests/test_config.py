@@ -101,6 +101,11 @@ def test_the_default_is_the_tiny_experiment() -> None:
 # ---- YAML, signatures and schema agree
 
 
+def objective(option: str) -> dict[str, Any]:
+    _, plain = composed("~experiment", f"objective={option}")
+    return dict(plain["objective"])
+
+
 @pytest.mark.parametrize("option", option_names("advantage"))
 def test_an_advantage_yaml_holds_the_options_of_its_function_with_their_defaults(option: str) -> None:
     values = yaml("advantage", option)
@@ -114,18 +119,14 @@ def test_every_advantage_has_its_yaml() -> None:
 
 @pytest.mark.parametrize("option", option_names("objective"))
 def test_an_objective_yaml_holds_the_options_of_its_surrogate_and_of_every_objective(option: str) -> None:
-    _, plain = composed("~experiment", "rollout.max_new_tokens=3", f"objective={option}")
-    values = dict(plain["objective"])
+    values = objective(option)
     surrogate = OBJECTIVES[values.pop("name")]
     assert set(values) == {*OBJECTIVE_FIELDS, *defaults(surrogate)}
     check_surrogate(build_objective(surrogate, **values))
 
 
 def test_the_three_objectives_of_the_axis_are_what_their_names_promise() -> None:
-    def preset(option: str) -> dict[str, Any]:
-        return composed("~experiment", "rollout.max_new_tokens=3", f"objective={option}")[1]["objective"]
-
-    grpo, ppo, reinforce = map(preset, ("grpo", "ppo_clip", "reinforce"))
+    grpo, ppo, reinforce = (objective(option) for option in ("grpo", "ppo_clip", "reinforce"))
     assert (grpo["loss_agg"], grpo["kl"], grpo["beta"] > 0) == ("seq_mean_token_mean", "k3", True)
     assert (ppo["loss_agg"], ppo["beta"], ppo["name"]) == ("token_mean", 0.0, "clipped")
     assert (reinforce["beta"], reinforce["name"]) == (0.0, "reinforce")

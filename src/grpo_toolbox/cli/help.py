@@ -42,9 +42,9 @@ def train_help(words: list[str]) -> str:
 
 def _group_help(group: str) -> str:
     lines = [f"{group}="]
-    for option in option_names(group):
-        text = (CONF / group / f"{option}.yaml").read_text().replace("# @package _global_\n", "")
-        lines += [f"  {option}", *(f"    {line}" for line in text.strip().splitlines())]
+    for path in sorted((CONF / group).glob("*.yaml"), key=lambda path: (not path.stem.startswith("_"), path.stem)):
+        text = path.read_text(encoding="utf-8").replace("# @package _global_\n", "")
+        lines += [f"  {path.stem}", *(f"    {line}" for line in text.strip().splitlines())]
     if group in SCHEMA_GROUPS:
         lines += ["keys", *_key_lines(group, SCHEMA_GROUPS[group])]
     return "\n".join(lines)

@@ -18,6 +18,13 @@ CHOICES: dict[str, Sequence[str]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.on_long": ("error", "drop"),
 }
+OBJECTIVE_CHOICES = {
+    "loss_agg": ("ops.py", "AGGREGATIONS"),
+    "kl": ("ops.py", "KL"),
+    "ratio_level": ("ratios.py", "RATIO_LEVELS"),
+    "correction": ("ratios.py", "CORRECTIONS"),
+}
+"""Where the names that an objective may choose from are listed."""
 AT_LEAST_ONE = (
     "rollout.prompts_per_step",
     "rollout.group_size",
@@ -53,10 +60,10 @@ def check_config(config: RunConfig) -> None:
         value = _get(config, key)
         if value not in options:
             raise unknown_option(key, value, options)
-    for key, listed in (("loss_agg", "AGGREGATIONS"), ("kl", "KL")):
+    for key, (file, listed) in OBJECTIVE_CHOICES.items():
         value = config.objective.get(key)
-        if value is not None and value not in registry("ops.py", listed):
-            raise unknown_option(f"objective.{key}", value, registry("ops.py", listed))
+        if value not in (None, "none") and value not in registry(file, listed):
+            raise unknown_option(f"objective.{key}", value, registry(file, listed))
     for key in AT_LEAST_ONE:
         if _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 1.")

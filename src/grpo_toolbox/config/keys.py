@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpo_toolbox.config.source import CONF, OPEN_GROUPS, SCHEMA_GROUPS, groups, option_names, schema_keys
+from grpo_toolbox.config.source import CONF, OPEN_GROUPS, SCHEMA_GROUPS, groups, schema_keys
 from grpo_toolbox.errors import ConfigError, suggest
 
 TOP_KEYS = tuple(name for name, _, _, _ in schema_keys("RunConfig"))
@@ -28,9 +28,8 @@ def known_keys() -> list[str]:
     for group, class_name in SCHEMA_GROUPS.items():
         keys += typed_keys(group, class_name)
     for group in OPEN_GROUPS:
-        for option in option_names(group):
-            text = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8")
-            names = re.findall(r"^(\w+):", text, flags=re.MULTILINE)
+        for path in (CONF / group).glob("*.yaml"):
+            names = re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
             keys += [f"{group}.{name}" for name in names if name != "defaults"]
     return sorted(set(keys))
 

@@ -48,10 +48,14 @@ def typed_config(
     return config, plain
 
 
-def _defaults(group: str, option: str | None) -> Mapping[str, Any]:
-    """Return what the package's own option of a group sets; nothing for an option of the user's."""
+def _defaults(group: str, option: str | None) -> dict[str, Any]:
+    """Return what the package's own option of a group sets, with what it builds on; nothing for one of the user's."""
     path = CONF / group / f"{option}.yaml"
-    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}  # type: ignore[return-value]
+    if not path.is_file():
+        return {}
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    below = [_defaults(group, name) for name in values.pop("defaults", []) if name != "_self_"]
+    return {key: value for part in (*below, values) for key, value in part.items()}
 
 
 def _check_keys(record: Any, prefix: str) -> None:
