@@ -34,6 +34,7 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -24,6 +24,7 @@ class Mean:
     count: int = 0
 
     def add(self, value: float) -> None:
+        """Take one more value in."""
         self.total += value
         self.count += 1
 

@@ -67,7 +67,7 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
     with tempfile.TemporaryDirectory() as scratch, _process_state(_command_line(args, overrides, scratch)):
         try:
             hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
-        except Exception as error:
+        except Exception as error:  # Hydra's, OmegaConf's, YAML's
             raise explain(error) from error
 
 
