@@ -2,13 +2,14 @@
 
     (logps, old_logps, advantages, *, mask?, options…) -> (per-token loss, where it is clipped)
 
-`old_logps` already carries the ratio level (`ratios.at_level`), so each function reads as if ratios were per token. A
-function that needs to know which tokens are real names `mask`. Options are keyword arguments. Clipped means: the
-gradient of that token is exactly 0, or its weight was capped.
+`old_logps` already carries the ratio level (`objectives.call_surrogate`), so each function reads as if ratios were per
+token. A function that needs to know which tokens are real names `mask`. Options are keyword arguments. Clipped means:
+the gradient of that token is exactly 0, or its weight was capped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from grpo_toolbox.ops import log_ratio, masked, masked_row_mean
 
-_LOG_FLOOR = -18.420680743952367  # log 1e-8
+_LOG_FLOOR = math.log(1e-8)
 
 
 def clipped(
@@ -39,10 +40,10 @@ def clipped(
     ratio = log_ratio(logps, old_logps).exp()
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     loss = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
-    is_clipped = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-    if delta is not None:
-        is_clipped = is_clipped | ((ratio > delta) & (advantages < 0))
-    return loss, is_clipped
+    cap = math.inf if delta is None else delta
+    clipped_up = (advantages > 0) & (ratio > min(cap, high))
+    clipped_down = (advantages < 0) & ((ratio < low) | (ratio > max(cap, high)))
+    return loss, clipped_up | clipped_down
 
 
 def reinforce(logps: Tensor, old_logps: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,7 @@ def sapo(
     τ is `tau_pos` where A > 0 and `tau_neg` elsewhere. At ρ = 1 the gradient is that of ρA.
     """
     ratio = log_ratio(logps, old_logps).exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logps.dtype)
+    tau = _by_sign(advantages > 0, tau_pos, tau_neg, logps)
     return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(logps, dtype=torch.bool)
 
 
@@ -120,10 +121,14 @@ def vespo(
     (k, λ) are the `pos` pair where A ≥ 0, else the `neg` pair; φ(1) = 1. log w is kept in [log 1e-8, 20].
     """
     log_w = masked(log_ratio(logps, old_logps), mask).sum(dim=1, keepdim=True).clamp(_LOG_FLOOR, 20.0).detach()
-    k = torch.where(advantages >= 0, k_pos, k_neg).to(logps.dtype)
-    lam = torch.where(advantages >= 0, lambda_pos, lambda_neg).to(logps.dtype).clamp(min=1e-4)
+    k = _by_sign(advantages >= 0, k_pos, k_neg, logps)
+    lam = _by_sign(advantages >= 0, lambda_pos, lambda_neg, logps).clamp(min=1e-4)
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return -phi * advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
+
+
+def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    return torch.where(condition, like.new_tensor(yes), like.new_tensor(no))
 
 
 OBJECTIVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
