@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
+from grpo_toolbox.cli.compose import choices, experiment_keys, keys
 from grpo_toolbox.cli.main import main
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.config.typed import typed_config
@@ -71,8 +72,7 @@ def composed(*overrides: str) -> tuple[RunConfig, dict[str, Any]]:
     with initialize_config_module("grpo_toolbox.conf", version_base="1.3"):
         config = compose("train", overrides=list(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(config)
-    choices = {str(group): str(option) for group, option in HydraConfig.get().runtime.choices.items()}
     with open_dict(config):
         del config["hydra"]
     OmegaConf.set_struct(config, True)
-    return typed_config(config, choices, overrides)
+    return typed_config(config, choices(), keys(overrides), experiment_keys())

@@ -90,6 +90,15 @@ def test_a_users_experiment_chooses_its_reward_as_the_documentation_writes_it() 
     assert {f"rewards/{name}/mean" for name in ("exact_match", "format", "length_penalty")} < set(last)
 
 
+def test_a_users_experiment_builds_on_another_with_another_reward() -> None:
+    experiment("mine", "# @package _global_\ndefaults: [grpo_tiny, _self_]\nreward: {name: format}")
+    assert toolbox("train", "experiment=mine", "--config-dir", "conf", *SHORT).code == 0
+    (run_dir,) = runs()
+    written = yaml.safe_load((run_dir / "config.yaml").read_text())["reward"]
+    assert written["name"] == "format"
+    assert not {"extract", "column", "ignore_case"} & set(written)  # grpo_tiny's, for exact_match
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

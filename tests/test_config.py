@@ -271,31 +271,29 @@ def test_options_of_an_objective_are_its_own_and_its_surrogates() -> None:
     assert (taken["clip_eps"], taken["clip_eps_high"]) == ("float", "float | None")
 
 
-CHOSEN = {"name": "exact_match", "extract": "last_number", "column": "answer", "on_error": "stop"}
+EXACT = {"name": "exact_match", "extract": "boxed", "column": "answer", "on_error": "stop"}
+LENGTH = {**EXACT, "name": "length_penalty", "target_chars": 5}
 
 
 @pytest.mark.parametrize(
-    ("values", "given", "left"),
+    ("values", "given", "written", "left"),
     [
-        # the option is the one chosen: nothing to tidy up, a wrong key stays to be refused
-        ({**CHOSEN, "extrac": "boxed"}, set(), {*CHOSEN, "extrac"}),
-        # a file names another function: what came with the option gives way, what a file set stays to be refused
-        ({**CHOSEN, "name": "length_penalty", "target_chars": 5}, set(), {"name", "target_chars", "on_error"}),
-        ({**CHOSEN, "name": "length_penalty", "extract": "boxed"}, set(), {"name", "extract", "on_error"}),
-        # the command line names it: what files set for another function gives way, what it set itself stays
-        ({**CHOSEN, "name": "length_penalty", "extract": "boxed"}, {"reward.name"}, {"name", "on_error"}),
-        ({**CHOSEN, "name": "length_penalty", "extract": "boxed"}, {"reward"}, {"name", "on_error"}),
-        (
-            {**CHOSEN, "name": "length_penalty", "extract": "boxed"},
-            {"reward", "reward.extract"},
-            {"name", "extract", "on_error"},
-        ),
+        # nothing to tidy up; a key that no function of the group has stays, to be refused
+        ({**EXACT, "extrac": "boxed"}, set(), set(), {*EXACT, "extrac"}),
+        # a file names another function: what came along for the former gives way …
+        (LENGTH, set(), {"reward.name"}, {"name", "target_chars", "on_error"}),
+        # … but not what the same file sets, which is to be refused
+        (LENGTH, set(), {"reward.name", "reward.extract"}, {"name", "extract", "target_chars", "on_error"}),
+        # the command line names it: what files set gives way, what it sets itself is to be refused
+        (LENGTH, {"reward.name"}, {"reward.extract"}, {"name", "target_chars", "on_error"}),
+        (LENGTH, {"reward"}, {"reward.extract"}, {"name", "target_chars", "on_error"}),
+        (LENGTH, {"reward", "reward.extract"}, set(), {"name", "extract", "target_chars", "on_error"}),
     ],
 )
 def test_options_give_way_to_a_function_that_was_named_elsewhere(
-    values: dict[str, Any], given: set[str], left: set[str]
+    values: dict[str, Any], given: set[str], written: set[str], left: set[str]
 ) -> None:
-    assert set(without_foreign("reward", values, CHOSEN, given)) == left
+    assert set(without_foreign("reward", values, EXACT, given, written)) == left
 
 
 # ---- what a mistyped key is told

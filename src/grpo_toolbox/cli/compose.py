@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_toolbox.cli.overrides import explain
-from grpo_toolbox.config.source import OPEN_GROUPS, groups
+from grpo_toolbox.config.source import CONF, OPEN_GROUPS, groups
 from grpo_toolbox.errors import ConfigError, suggest
+
+RESUMED = "of_the_resumed_run"
+"""How Hydra's messages call the config.yaml of a run that goes on with it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,21 +57,61 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=RunConfig, provider="grpo_toolbox")
     overrides = list(args.overrides)
-    for override in overrides if args.multirun else ():
+    if args.multirun:
+        _check_sweep(overrides)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            own = _own_config(overrides)
+            if own is not None:
+                store.store(group="experiment", name=RESUMED, node=own, package="_global_", provider="grpo_toolbox")
+                overrides += [f"experiment={RESUMED}", *(f"~{group}" for group in OPEN_GROUPS)]
+            with _process_state(_command_line(args, overrides, scratch)):
+                hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
+        except Exception as error:  # Hydra's, OmegaConf's, YAML's
+            raise explain(error) from error
+
+
+def _check_sweep(overrides: Sequence[str]) -> None:
+    for override in overrides:
         if re.match(r"run_dir=[^,$]+$", override):
             raise ConfigError(
                 f"{override} would be the folder of every job of the sweep: leave it out, or take a setting into its "
                 "name, as in 'run_dir=runs/seed-${trainer.seed}'."
             )
-    own = _own_config(overrides)
-    if own is not None:
-        store.store(group="experiment", name="resumed", node=own, package="_global_", provider=str(own))
-        overrides += ["experiment=resumed", *(f"~{group}" for group in OPEN_GROUPS)]
-    with tempfile.TemporaryDirectory() as scratch, _process_state(_command_line(args, overrides, scratch)):
-        try:
-            hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
-        except Exception as error:  # Hydra's, OmegaConf's, YAML's
-            raise explain(error) from error
+
+
+def job_overrides() -> list[str]:
+    """Return the overrides of the job at hand: those of the command line, of a sweep one value each."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [str(one) for one in HydraConfig.get().overrides.task]
+
+
+def choices() -> dict[str, str]:
+    """Return which option of each group the job at hand is composed of."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return {str(group): str(option) for group, option in HydraConfig.get().runtime.choices.items()}
+
+
+def keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups that overrides set."""
+    return {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides}
+
+
+def experiment_keys() -> set[str]:
+    """Return the keys that the chosen experiment's own file sets in groups, such as `reward.extract`."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import DictConfig, OmegaConf
+
+    for source in HydraConfig.get().runtime.config_sources:  # in the order in which Hydra looks
+        folder = CONF if source.path == "grpo_toolbox.conf" else Path(source.path)
+        file = folder / "experiment" / f"{choices().get('experiment')}.yaml"
+        if file.is_file():
+            config = OmegaConf.load(file)
+            parts = config.items_ex(resolve=False) if isinstance(config, DictConfig) else ()
+            return {f"{part!s}.{key!s}" for part, values in parts if isinstance(values, DictConfig) for key in values}
+    return set()
 
 
 def _command_line(args: argparse.Namespace, overrides: Sequence[str], scratch: str) -> list[str]:
@@ -104,11 +147,11 @@ def _own_config(overrides: Sequence[str]) -> Any:
     """
     from omegaconf import OmegaConf
 
-    given = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     resuming = given.get("resume") or (given.get("trainer.resume", "").lower() == "true" and given.get("run_dir"))
-    if not resuming or any(key.partition("@")[0] in groups() for key in given):
+    if not resuming or keys(overrides) & {*groups()}:
         return None
-    path = Path(str(resuming)) / "config.yaml"
+    path = Path(str(resuming)).expanduser() / "config.yaml"
     if not path.is_file():
         return None
     config: Any = OmegaConf.load(path)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.cli.help import train_help
 from grpo_toolbox.errors import ToolboxError
+
+if TYPE_CHECKING:  # help does not wait for OmegaConf
+    from grpo_toolbox.config.schema import RunConfig
 
 SIGNAL_EXIT = 128
 """A shell's convention: stopped by signal n exits with 128 + n."""
@@ -19,20 +22,21 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(train_help([word for word in argv if not word.startswith("-") and "=" not in word]))
         return 0
-    from grpo_toolbox.cli.compose import read_arguments, run_jobs
+    from grpo_toolbox.cli.compose import choices, experiment_keys, job_overrides, keys, read_arguments, run_jobs
+    from grpo_toolbox.config.typed import typed_config
 
     args = read_arguments(argv)
     if os.getcwd() not in sys.path:  # an installed command does not look for the user's modules there by itself
         sys.path.append(os.getcwd())
     failures: list[Exception] = []
-
     flags = [] if args.config_dir is None else ["--config-dir", args.config_dir]
+    flags += [] if args.config_name is None else ["--config-name", args.config_name]
 
     def task(composed: Any) -> None:
-        overrides = _job_overrides() if args.multirun else args.overrides
+        overrides = job_overrides() if args.multirun else args.overrides
         sys.argv = ["toolbox", "train", *flags, *overrides]  # what the display says to repeat
         try:
-            code = _train(composed, _choices(), overrides)
+            code = _train(typed_config(composed, choices(), keys(overrides), experiment_keys()))
         except Exception as error:  # carried past Hydra, which would print lines of its own around it
             failures.append(error)
             if args.multirun and isinstance(error, ToolboxError):
@@ -57,21 +61,13 @@ class _Stopped(KeyboardInterrupt):
         self.code = code
 
 
-def _job_overrides() -> list[str]:
-    """The overrides of the job at hand: those of the command line, of a sweep one value each."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return [str(one) for one in HydraConfig.get().overrides.task]
-
-
-def _train(composed: Any, choices: Mapping[str, str], overrides: Sequence[str]) -> int:
-    """Train one composed config; returns 0, or 128 + the signal that stopped it."""
+def _train(checked: tuple[RunConfig, dict[str, Any]]) -> int:
+    """Train one checked config (with its plain form); returns 0, or 128 + the signal that stopped it."""
     from grpo_toolbox.config.folder import claim_run_dir, write_config
     from grpo_toolbox.config.inputs import check_inputs
-    from grpo_toolbox.config.typed import typed_config
     from grpo_toolbox.interrupts import GracefulStop
 
-    config, plain = typed_config(composed, choices, overrides)
+    config, plain = checked
     inputs = check_inputs(config)
     with GracefulStop(), claim_run_dir(config, plain) as info:
         from transformers.utils import logging as transformers_logging
@@ -85,10 +81,3 @@ def _train(composed: Any, choices: Mapping[str, str], overrides: Sequence[str]) 
             write_config(info)
         summary = train(built)
     return SIGNAL_EXIT + int(summary["interrupted"]) if summary["interrupted"] else 0
-
-
-def _choices() -> dict[str, str]:
-    """Which option of each group was chosen."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return {str(group): str(option) for group, option in HydraConfig.get().runtime.choices.items()}

@@ -80,9 +80,9 @@ def _run_dir(config: RunConfig) -> Path:
     if config.resume is not None:
         if config.run_dir not in (None, config.resume):
             raise ConfigError(f"resume={config.resume} and run_dir={config.run_dir} name two folders: set only resume.")
-        return Path(config.resume)
+        return Path(config.resume).expanduser()
     if config.run_dir is not None:
-        return Path(config.run_dir)
+        return Path(config.run_dir).expanduser()
     if config.trainer.resume:
         raise ConfigError("trainer.resume=true needs run_dir=<the run to go on with>, or set resume=<run_dir>.")
     base = Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

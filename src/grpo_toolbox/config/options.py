@@ -81,26 +81,33 @@ def taken_options(group: str, name: str) -> dict[str, str] | None:
 
 
 def without_foreign(
-    group: str, values: Mapping[str, Any], chosen: Mapping[str, Any], given: Collection[str]
+    group: str, values: Mapping[str, Any], chosen: Collection[str], given: Collection[str], written: Collection[str]
 ) -> dict[str, Any]:
     """Return the options of a group without those that came along for another function than the one named.
 
-    `chosen` is what the group's option sets, `given` the keys set on the command line. Where the command line names the
-    function (`reward=format`, `reward.name=my_module:my_fn`), options of files that it does not take give way; where a
-    file names it, those that `chosen` brought along do. Whatever else is not taken is an error, later.
+    `chosen` are the keys that the group's option sets, `given` those of the command line, `written` those of the
+    experiment's own file. Where the command line names the function (`reward=format`, `reward.name=my_module:my_fn`),
+    whatever files set for another gives way. Elsewhere it is only what was neither given nor written and is an option
+    of another function of the group. What is left and not taken is an error, later.
     """
     name = values.get("name")
-    renamed = f"{group}.name" in given or group in given
-    if not isinstance(name, str) or (not renamed and name == chosen.get("name")):
+    if not isinstance(name, str) or not name:
         return dict(values)
     takes = taken_options(group, name)
+    renamed = f"{group}.name" in given or group in given
+    explicit = given if renamed else {*given, *written}
+    others = {*chosen, *(key for other in _names(group) for key in taken_options(group, other) or ())}
 
-    def stays(key: str, value: Any) -> bool:
-        if key in ("name", "on_error") or takes is None or key in takes or f"{group}.{key}" in given:
+    def stays(key: str) -> bool:
+        if key in ("name", "on_error") or takes is None or key in takes or f"{group}.{key}" in explicit:
             return True
-        return not renamed and (key not in chosen or value != chosen[key])
+        return not renamed and key not in others
 
-    return {key: value for key, value in values.items() if stays(key, value)}
+    return {key: value for key, value in values.items() if stays(key)}
+
+
+def _names(group: str) -> Collection[str]:
+    return REWARDS if group == "reward" else registry(*REGISTRIES[group])
 
 
 def _known(group: str, name: str, names: Collection[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
@@ -20,13 +20,13 @@ NAMED_GROUPS = ("reward", "advantage", "objective")
 
 
 def typed_config(
-    composed: Any, choices: Mapping[str, str], overrides: Sequence[str]
+    composed: Any, choices: Mapping[str, str], given: Collection[str] = (), written: Collection[str] = ()
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Return the config as records and as plain values (what config.yaml holds), or raise the first ConfigError.
 
-    `choices` says which option of each group was composed, `overrides` what the command line set.
+    `choices` says which option of each group was composed; `given` and `written` are the keys that the command line
+    and the experiment's own file set.
     """
-    given = {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides}
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
@@ -36,7 +36,8 @@ def typed_config(
         with open_dict(composed):
             for group in NAMED_GROUPS:
                 values: Any = OmegaConf.to_container(composed[group], resolve=True)
-                composed[group] = without_foreign(group, values, _defaults(group, choices.get(group)), given)
+                chosen = _keys_of_option(group, choices.get(group))
+                composed[group] = without_foreign(group, values, chosen, given, written)
         config: Any = OmegaConf.to_object(composed)
         plain: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -48,14 +49,14 @@ def typed_config(
     return config, plain
 
 
-def _defaults(group: str, option: str | None) -> dict[str, Any]:
+def _keys_of_option(group: str, option: str | None) -> set[str]:
     """Return what the package's own option of a group sets, with what it builds on; nothing for one of the user's."""
     path = CONF / group / f"{option}.yaml"
     if not path.is_file():
-        return {}
+        return set()
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    below = [_defaults(group, name) for name in values.pop("defaults", []) if name != "_self_"]
-    return {key: value for part in (*below, values) for key, value in part.items()}
+    below = [_keys_of_option(group, name) for name in values.pop("defaults", []) if name != "_self_"]
+    return {*values, *(key for keys in below for key in keys)}
 
 
 def _check_keys(record: Any, prefix: str) -> None:
