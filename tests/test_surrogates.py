@@ -193,9 +193,7 @@ def test_vespo_weighs_a_row_by_the_product_of_its_ratios(advantage: float, w: fl
         denominators=Denominators(1, 2, 8),
     )
     assert loss.item() == pytest.approx(phi * advantage * 1.5 / 2, abs=1e-6)
-    assert torch.autograd.grad(loss, logps)[0].tolist() == [
-        pytest.approx([-phi * advantage / 2] * 2 + [0.0], abs=1e-6)
-    ]
+    assert torch.autograd.grad(loss, logps)[0].tolist() == [pytest.approx([-phi * advantage / 2] * 2 + [0.0], abs=1e-6)]
 
 
 def test_vespo_keeps_its_weight_finite():
@@ -223,9 +221,9 @@ def test_constant_weights_against_finite_differences(name: str, loss_agg: str, l
 
     def loss(x: Tensor, old: Tensor) -> Tensor:
         counts = Denominators(3, 11, 8)
-        return loss_and_terms(
-            objective, logps=x, old_logps=old, advantages=ADVANTAGES, mask=MASK, denominators=counts
-        )[0]
+        return loss_and_terms(objective, logps=x, old_logps=old, advantages=ADVANTAGES, mask=MASK, denominators=counts)[
+            0
+        ]
 
     assert torch.autograd.gradcheck(lambda x: loss(x, x.detach() - (NOW - OLD)), (NOW.clone().requires_grad_(),))
     leaf = NOW.clone().requires_grad_()

@@ -45,12 +45,12 @@ class Objective:
     kl_in: str = "loss"
     """loss: a differentiable term; reward: taken off the reward, without gradient (RLOO, REINFORCE++)."""
     kl_unbiased: bool = False
-    """Multiply the KL by the differentiable ratio: its gradient is then the reverse KL's (DeepSeek-V3.2, 2025)."""
+    """Multiply the KL by each token's ratio, not held constant: the gradient is KL(π‖π_ref)'s (DeepSeek-V3.2, 2025)."""
     correction: str = "none"
     """Weight for a sampler that is not quite the policy: none, or a name of `ratios.CORRECTIONS`."""
     correction_min: float | None = None
     correction_max: float | None = None
-    """Bounds of the weight; None takes those of the correction's paper."""
+    """Bounds of the weight; None takes that of the correction's paper, 0 and inf are none."""
     off_policy_threshold: float | None = None
     """Drop rows with A < 0 whose mean log(π_sampler/π) is above this (DeepSeek-V3.2, 2025); None keeps all."""
     entropy_coef: float = 0.0
@@ -66,6 +66,8 @@ class Objective:
             raise ConfigError(
                 "objective.kl_unbiased=true needs objective.kl_in=loss: in the reward the KL has no gradient."
             )
+        if self.kl == "k2" and self.kl_unbiased:
+            raise ConfigError("objective.kl_unbiased=true needs objective.kl=k1 or k3: k2 is no unbiased estimate.")
         for key in ("beta", "entropy_coef"):
             value = getattr(self, key)
             if not 0 <= value < float("inf"):
@@ -95,9 +97,9 @@ class Objective:
         if self.correction == "none":
             return None
         made = CORRECTIONS[self.correction]
-        if self.correction_min is None and self.correction_max is None:
-            return made
-        return Correction(made.level, made.drops, self.correction_min, self.correction_max)
+        low = made.low if self.correction_min is None else self.correction_min
+        high = made.high if self.correction_max is None else self.correction_max
+        return Correction(made.level, made.drops, low, high)
 
     @property
     def needs_reference(self) -> bool:
@@ -159,7 +161,7 @@ def loss_and_terms(
         terms[name] = weights
     if objective.kl_in_loss:
         kl, terms["kl_bounded_fraction"] = _kl(objective, logps, ref_logps, mask)
-        terms["kl"] = kl = kl * level.exp() if objective.kl_unbiased else kl
+        terms["kl"] = kl = kl * log_ratio(logps, old).exp() if objective.kl_unbiased else kl
         per_token = per_token + objective.beta * kl
     loss = AGGREGATIONS[objective.loss_agg](per_token, mask, denominators)
     coef = objective.entropy_coef if entropy_coef is None else entropy_coef

@@ -5,6 +5,7 @@ Everything here takes and returns `(B, T)` tensors; rows of sequence-level value
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,13 +61,13 @@ class Correction:
 
     level: str
     drops: bool
-    low: float | None
-    high: float | None
+    low: float
+    """0 is no bound."""
+    high: float
+    """inf is no bound."""
 
     def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise ConfigError("objective.correction needs objective.correction_max, objective.correction_min, or both.")
-        if self.low is not None and self.high is not None and not 0 <= self.low < self.high:
+        if not 0 <= self.low < self.high:
             raise ConfigError(
                 f"objective.correction_min={self.low} must be at least 0 and below correction_max={self.high}."
             )
@@ -74,22 +75,21 @@ class Correction:
     def __call__(self, trainer_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
         """Return the weights (B, T); constants, never differentiated."""
         w = CORRECTION_LEVELS[self.level](trainer_logps.detach(), sampler_logps, mask).exp()
-        low, high = self.low or 0.0, float("inf") if self.high is None else self.high
-        return torch.where((w >= low) & (w <= high), w, 0.0) if self.drops else w.clamp(low, high)
+        return torch.where((w >= self.low) & (w <= self.high), w, 0.0) if self.drops else w.clamp(self.low, self.high)
 
 
 CORRECTION_LEVELS = {"token": token_level, "sequence": product_level, "geometric": sequence_level}
 
 CORRECTIONS: dict[str, Correction] = {
-    "token_truncate": Correction("token", drops=False, low=None, high=2.0),
+    "token_truncate": Correction("token", drops=False, low=0.0, high=2.0),
     "token_mask": Correction("token", drops=True, low=0.5, high=2.0),
-    "sequence_truncate": Correction("sequence", drops=False, low=None, high=3.0),
-    "sequence_mask": Correction("sequence", drops=True, low=None, high=3.0),
-    "geometric_truncate": Correction("geometric", drops=False, low=None, high=2.0),
+    "sequence_truncate": Correction("sequence", drops=False, low=0.0, high=3.0),
+    "sequence_mask": Correction("sequence", drops=True, low=0.0, high=3.0),
+    "geometric_truncate": Correction("geometric", drops=False, low=0.0, high=2.0),
     "geometric_mask": Correction("geometric", drops=True, low=0.5, high=2.0),
     "icepop": Correction("token", drops=True, low=0.5, high=5.0),
 }
-"""By name, with the bounds that hold unless `correction_min` or `correction_max` is set."""
+"""By name, with the bounds that hold where `correction_min` or `correction_max` is not set."""
 
 
 def off_policy_rows(logps: Tensor, sampler_logps: Tensor, advantages: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -99,3 +99,12 @@ def off_policy_rows(logps: Tensor, sampler_logps: Tensor, advantages: Tensor, ma
     """
     drift = masked_row_mean(sampler_logps - logps.detach(), mask)  # (B, 1)
     return ((advantages >= 0) | (drift <= threshold)).expand_as(logps).to(logps.dtype)
+
+
+def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
+    """Return the entropy from which on a token is among the `share` of highest entropy (Wang et al., 2025).
+
+    `entropies` (N,) of all tokens of the step, N >= 1. The same tokens as at or above TRL's interpolated quantile.
+    """
+    place = math.ceil((1 - share) * (len(entropies) - 1) - 1e-9)  # 1e-9: (1 − .7)·10 is 3.0000000000000004
+    return entropies.sort().values[place]
