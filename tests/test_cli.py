@@ -13,6 +13,26 @@ import grpo_toolbox
 from command_line import toolbox
 from grpo_toolbox.config.source import option_names
 
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "builtin:additions?digits=2&max_sum=99",
+        "~/data/prompts.jsonl",
+        "<answer>(.*)</answer>",
+        r"Answer: (\S+)",
+        r"\boxed{(.*)}",
+        "it's, well: 100% 'new'",
+        "ends with a backslash<\\",
+        "a=b",
+        "three plain words",
+    ],
+)
+def test_values_of_any_text_need_no_quotes_beside_the_shells(value: str) -> None:
+    shown = toolbox("train", "--cfg", "job", "--package", "data", f"data.path={value}")
+    assert yaml.safe_load(shown.out)["path"] == value
+
+
 # ---- what answers without torch
 
 HELPS = ["", "--help", "-h", "--version", *(f"{one} --help" for one in ("train", "traces", "memory", "models"))]

@@ -56,7 +56,7 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
 
     store = ConfigStore.instance()
     store.store(name="schema", node=RunConfig, provider="grpo_toolbox")
-    overrides = list(args.overrides)
+    overrides = [_readable(override) for override in args.overrides]
     if args.multirun:
         _check_sweep(overrides)
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,6 +69,21 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
                 hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
         except Exception as error:  # Hydra's, OmegaConf's, YAML's
             raise explain(error) from error
+
+
+def _readable(override: str) -> str:
+    """Quote a value that Hydra's grammar has no word for (`~/runs/a`, `<answer>.*</answer>`), so that it is text."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = override.partition("=")
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        if value and value[0] not in "[{":  # a list that was never closed is no text
+            escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+            return f"{key}='{escaped}'"
+    return override
 
 
 def _check_sweep(overrides: Sequence[str]) -> None:

@@ -24,7 +24,9 @@ def explain(error: Exception) -> ConfigError:
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
-        return ConfigError(f"cannot read the override {error.override!r}: write key=value; quote values with spaces.")
+        return ConfigError(
+            f"cannot read the override {error.override!r}: write key=value, a list as [a,b], a mapping as {{a: 1}}."
+        )
     ambiguous = re.search(r"Ambiguous value for argument '([^']*)'", text)
     if ambiguous:
         key, _, values = ambiguous.group(1).partition("=")
