@@ -219,6 +219,7 @@ def test_imports_go_down_the_layers_of_design_md() -> None:
         here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if here in ("__init__", "conf"):
             continue
+        assert here in level, f"{here} stands on no layer of docs/design.md"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             other = module.partition(".")[2].partition(".")[0]
