@@ -236,6 +236,14 @@ def test_trained_leaves_tokens_out_of_the_surrogate_and_in_the_kl_and_the_denomi
     assert terms["entropy_kept"].tolist() == [[1.0, 0.0, 1.0]]
 
 
+def test_rows_of_zero_advantage_stay_where_they_matter():
+    # their entropies move the threshold that decides which tokens of other rows are trained
+    assert Objective(clipped).zero_advantage_is_zero_gradient
+    assert Objective(clipped, correction="icepop", off_policy_threshold=0.1).zero_advantage_is_zero_gradient
+    for options in ({"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}, {"beta": 0.1}):
+        assert not Objective(clipped, **options).zero_advantage_is_zero_gradient
+
+
 # ---- what no option may depend on ------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {

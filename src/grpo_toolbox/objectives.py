@@ -113,8 +113,11 @@ class Objective:
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
-        """Whether rows of exactly zero advantage can be left out of the forward pass without changing the gradient."""
-        return not self.kl_in_loss and self.entropy_coef == 0
+        """Whether rows of exactly zero advantage can be left out of the forward pass without changing the gradient.
+
+        Not where they have a KL or a bonus of their own, nor where their entropies decide what other rows train.
+        """
+        return not self.kl_in_loss and self.entropy_coef == 0 and self.top_entropy_quantile == 1
 
 
 def build_objective(surrogate: Surrogate, **options: Any) -> Objective:
