@@ -20,7 +20,7 @@ from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.config.source import CONF, PACKAGE, groups, option_names, schema_keys
 from grpo_toolbox.objectives import OBJECTIVES
 from grpo_toolbox.ops import AGGREGATIONS, KL
-from grpo_toolbox.ratios import RATIO_LEVELS
+from grpo_toolbox.ratios import CORRECTIONS, RATIO_LEVELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -148,6 +148,7 @@ def test_the_axes_of_the_readme_list_every_option(group: str) -> None:
         ("`advantage=`", ADVANTAGES),
         ("`objective.name=`", OBJECTIVES),
         ("`objective.ratio_level=`", RATIO_LEVELS),
+        ("`objective.correction=`", CORRECTIONS),
         ("`objective.kl=`", KL),
         ("`objective.loss_agg=`", AGGREGATIONS),
         ("`objective=`", option_names("objective")),
