@@ -126,6 +126,20 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str):
         build_objective(clipped, **options)
 
 
+@pytest.mark.parametrize(
+    ("surrogate", "option", "message"),
+    [
+        ("clipped", {"delta": 1.0}, r"objective\.delta=1\.0 must be above 1\."),  # good answers would have no gradient
+        ("cispo", {"ratio_cap": 0.0}, r"objective\.ratio_cap=0\.0 must be above 0\."),
+        ("sapo", {"tau_pos": 0}, r"objective\.tau_pos=0 must be above 0\."),
+        ("sapo", {"tau_neg": math.nan}, r"objective\.tau_neg=nan must be above 0\."),
+    ],
+)
+def test_surrogate_options_that_would_stop_training(surrogate: str, option: dict[str, float], message: str):
+    with pytest.raises(ConfigError, match=message):
+        build_objective(OBJECTIVES[surrogate], **option)
+
+
 # ---- KL in the reward ------------------------------------------------------------------------------------------------
 
 

@@ -120,6 +120,10 @@ class Objective:
         return not self.kl_in_loss and self.entropy_coef == 0 and self.top_entropy_quantile == 1
 
 
+_ABOVE = {"delta": 1, "ratio_cap": 0, "tau_pos": 0, "tau_neg": 0}
+"""Options of surrogates that must be larger than this: at it good answers lose their gradient, or 0 is divided by."""
+
+
 def build_objective(surrogate: Surrogate, **options: Any) -> Objective:
     """Split `options` between the Objective's own fields and the surrogate's keyword arguments; check their ranges."""
     names = [field.name for field in fields(Objective) if field.name != "surrogate"]
@@ -129,6 +133,9 @@ def build_objective(surrogate: Surrogate, **options: Any) -> Objective:
             raise ConfigError(
                 f"objective.{key}={value} must be >= 0: the ratio is kept in [1 − clip_eps, 1 + clip_eps_high]."
             )
+        bound = _ABOVE.get(key) if surrogate in OBJECTIVES.values() else None
+        if bound is not None and isinstance(value, int | float) and not value > bound:
+            raise ConfigError(f"objective.{key}={value} must be above {bound:g}.")
     return Objective(surrogate=partial(surrogate, **options), **own)
 
 
