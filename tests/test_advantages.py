@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_toolbox.advantages import ADVANTAGES, batch_normalized, dr_grpo, group_relative, rloo
+from grpo_toolbox.advantages import (
+    ADVANTAGES,
+    batch_normalized,
+    dr_grpo,
+    estimate,
+    gdpo,
+    group_relative,
+    reinforce_pp,
+    rloo,
+)
 from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.types import Scores
 
 NONE = math.nan
 EIGHT = torch.tensor([[1.0, 0, 1, 0, 0, 1, 0, 0]])
@@ -22,6 +32,9 @@ EIGHT = torch.tensor([[1.0, 0, 1, 0, 0, 1, 0, 0]])
 
 def _eight(right: float, wrong: float) -> list[float]:
     return [right if reward else wrong for reward in EIGHT[0].tolist()]
+
+
+GROUP_ESTIMATORS = [name for name in ADVANTAGES if name != "reinforce_pp"]  # that one has no group baseline
 
 
 @pytest.mark.parametrize(
@@ -169,7 +182,7 @@ def test_eps_zero_divides_by_the_std_itself():
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_case_e01_2_a_group_of_one_is_refused(name: str):
     with pytest.raises(ConfigError, match=r"set rollout\.group_size to 2 or more"):
         ADVANTAGES[name](torch.tensor([[1.0], [0.0]]))
@@ -243,7 +256,7 @@ def _close(one: Tensor, other: Tensor) -> None:
 quick = settings(max_examples=40, deadline=None)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @quick
 @given(rewards=reward_tables())
 def test_every_group_sums_to_zero_and_is_finite(name: str, rewards: Tensor):
@@ -303,3 +316,60 @@ def test_identities_between_estimators(rewards: Tensor):
         group_relative(rewards, std="population", eps=1e-6),
         dr_grpo(rewards) / (rewards.std(dim=1, keepdim=True, unbiased=False) + 1e-6),
     )
+
+
+# ---- estimators that look beyond the total ---------------------------------------------------------------------------
+
+
+def test_gdpo_by_hand() -> None:
+    # Reward 1: [1, 0] in group 1, [1, 1] in group 2; reward 2: [0, 0] and [.2, .6]; weights 1, 2; sample std; eps 0.
+    # z₁ = ±1/√2 in group 1 and 0 in group 2; z₂ = 0 and ∓1/√2. s = [.7071, −.7071, −1.4142, 1.4142], mean 0,
+    # sample std √((.5 + .5 + 2 + 2)/3) = √(5/3): A = ±√(.5·3/5) = ±√.3 and ±√(2·3/5) = ±√1.2
+    components = torch.tensor([[[1.0, 0.0], [0.0, 0.0]], [[1.0, 0.2], [1.0, 0.6]]], dtype=torch.float64)
+    weights = torch.tensor([1.0, 2.0])
+    total = (components * weights).sum(-1)
+    found = gdpo(total, components=components, weights=weights, eps=0.0)
+    _close(found, torch.tensor([[0.3, 0.3], [1.2, 1.2]], dtype=torch.float64).sqrt() * torch.tensor([[1, -1], [-1, 1]]))
+
+
+def test_gdpo_keeps_a_rare_failure_of_one_reward_that_the_sum_would_drown() -> None:
+    # Eight completions: a 0/1 reward that fails once beside one of much larger spread; standardised first, the failure
+    # weighs √7·… = 2.47 std of its own reward instead of a small part of the sum's spread.
+    schema = torch.tensor([[1.0] * 7 + [0.0]])
+    fields = torch.tensor([[0.0, 10.0, 0.0, 10.0, 0.0, 10.0, 0.0, 10.0]])
+    components = torch.stack([schema, fields], dim=-1)
+    summed = group_relative(schema + fields)
+    apart = gdpo(schema + fields, components=components, weights=torch.ones(2))
+    assert summed[0, 7] > 0.7  # the sum hardly sees it
+    assert apart[0, 7] < 0 < apart[0, 1]
+
+
+def test_gdpo_of_one_reward_is_group_relative_then_the_batch() -> None:
+    first = group_relative(EIGHT)
+    _close(gdpo(EIGHT), (first - first.mean()) / (first.std() + 1e-4))
+
+
+def test_reinforce_pp_by_hand() -> None:
+    # no penalty: rewards 1, 0, 0, 1 have mean .5 and population std .5
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    _close(reinforce_pp(rewards, eps=0.0), torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64))
+    # penalties .1 .2 | .3: returns are 1 − .3, 1 − .2 and 0 − .3; mean .4, population std √((.09 + .16 + .49)/3)
+    penalty = torch.tensor([[[0.1, 0.2], [0.3, math.nan]]], dtype=torch.float64)
+    spread = math.sqrt((0.09 + 0.16 + 0.49) / 3)
+    found = reinforce_pp(torch.tensor([[1.0, 0.0]], dtype=torch.float64), penalty=penalty, eps=0.0)
+    expected = torch.tensor([[[0.3 / spread, 0.4 / spread], [-0.7 / spread, 0.0]]], dtype=torch.float64)
+    _close(found, expected)
+
+
+def test_reinforce_pp_works_on_groups_of_one() -> None:
+    assert reinforce_pp(torch.tensor([[1.0], [0.0]]), eps=0.0).tolist() == [[1.0], [-1.0]]
+
+
+def test_estimate_hands_each_estimator_what_it_names() -> None:
+    components = torch.tensor([[[1.0, 0.5], [0.0, 0.5]]])
+    scores = Scores(("a", "b"), (1.0, 1.0), components, components.sum(-1))
+    penalty = torch.tensor([[[0.1, 0.3], [0.2, math.nan]]])
+    # RLOO's KL is that of the whole completion: rewards 1.5 − .4 and .5 − .2; each minus the other is ±.8
+    _close(estimate(rloo, scores, penalty), torch.tensor([[0.8, -0.8]]))
+    assert estimate(partial(reinforce_pp, eps=0.0), scores, penalty).shape == (1, 2, 2)
+    _close(estimate(gdpo, scores), gdpo(scores.total, components=components, weights=torch.ones(2)))

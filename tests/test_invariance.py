@@ -24,8 +24,9 @@ from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.load import Reference
 from grpo_toolbox.models.tiny import build_tiny
 from grpo_toolbox.objectives import Objective, clipped, loss_and_terms, reinforce
-from grpo_toolbox.trainer import Run, UpdateSettings, update
+from grpo_toolbox.run import Run, UpdateSettings
 from grpo_toolbox.types import Prompt, Rollout, Sampling
+from grpo_toolbox.update import update
 
 VOCABULARY = 13
 TEMPERATURE = 0.7

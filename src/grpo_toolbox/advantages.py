@@ -4,6 +4,8 @@
     dr_grpo            r − mean_group                                Dr. GRPO: Liu et al., 2025
     rloo               r − mean of the others in the group           RLOO: Ahmadian et al., 2024
     batch_normalized  (r − mean_group) / (std_batch + eps)          TRL's scale_rewards="batch"
+    gdpo              each reward standardised in its group, summed, standardised in the batch   GDPO: Liu et al., 2026
+    reinforce_pp      (r − Σ later KL − mean_batch) / std_batch      REINFORCE++: Hu et al., 2025
 
 Options are keyword arguments; `advantage.name=my_module:my_fn` plugs in a function of the same shape.
 A row without any reward is left out of every mean and gets 0; so does the only scored row of a group (it has nothing
@@ -12,6 +14,7 @@ to be compared with), and every row of a group whose rewards are all equal: exac
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.types import Scores
 
 Std = Literal["sample", "population"]
 
@@ -61,23 +65,87 @@ def batch_normalized(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4)
     return _finish(_centre(scored) / (_spread(batch - batch.nanmean(), std, dim=1) + eps), rewards)
 
 
+def gdpo(
+    rewards: Tensor,
+    *,
+    components: Tensor | None = None,
+    weights: Tensor | None = None,
+    std: Std = "sample",
+    eps: float = 1e-4,
+) -> Tensor:
+    """Normalise each reward within its group, add them up weighted, normalise over the batch (GDPO; Liu et al., 2026).
+
+    zₖ = (rₖ − mean_group) / (std_group + eps); s = Σ wₖ zₖ; A = (s − mean_batch) / (std_batch + eps). `components`
+    (P, G, R) and `weights` (R,) come from the scores; without them the total is the only reward. A rare failure in one
+    reward is not drowned by the spread of another.
+    """
+    _scored(rewards, "gdpo")
+    parts = rewards.unsqueeze(-1) if components is None else components
+    shares = torch.ones(parts.shape[-1], dtype=torch.float64) if weights is None else weights.double()
+    standard = torch.stack(
+        [group_relative(part.double(), std=std, eps=eps) for part in parts.unbind(dim=-1)], dim=-1
+    )  # (P, G, R), 0 where a reward does not apply
+    unscored = parts.isnan().all(dim=-1)
+    total = torch.where(unscored, torch.nan, (standard * shares).sum(dim=-1)).reshape(1, -1)
+    return _finish((_centre(total) / (_spread(_centre(total), std, dim=1) + eps)).reshape(rewards.shape), rewards)
+
+
+def reinforce_pp(
+    rewards: Tensor, *, penalty: Tensor | None = None, std: Std = "population", eps: float = 1e-8
+) -> Tensor:
+    """Return r − Σ_{i≥t} penaltyᵢ, standardised over the whole batch: no group baseline (REINFORCE++; Hu et al., 2025).
+
+    `penalty` (P, G, T) is beta · KL per token, from `objective.kl_in=reward`, NaN off the completion. With it the
+    result is per token, (P, G, T), and mean and std are over all tokens; without it (P, G). Works with G = 1.
+    """
+    scored = _finite(rewards, "reinforce_pp")
+    if penalty is not None:
+        left = penalty.double().nan_to_num(0.0).flip(-1).cumsum(-1).flip(-1)  # Σ over the tokens from t on
+        scored = torch.where(penalty.isnan(), torch.nan, scored.unsqueeze(-1) - left)
+    centred = _centre(scored.reshape(1, -1))
+    standard = (centred / (_spread(centred, std, dim=1) + eps)).reshape(scored.shape)
+    return _finish(standard, scored.to(rewards.dtype) if rewards.is_floating_point() else scored.float())
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "group_relative": group_relative,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "batch_normalized": batch_normalized,
+    "gdpo": gdpo,
+    "reinforce_pp": reinforce_pp,
 }
+
+
+def estimate(advantage: Callable[..., Tensor], scores: Scores, penalty: Tensor | None = None) -> Tensor:
+    """Call an estimator with the rewards (P, G) and whatever else it names: `components`, `weights`, `penalty`.
+
+    `penalty` (P, G, T) is beta · KL per token where the KL is in the reward; an estimator that does not name it gets
+    rewards less the penalty of the whole completion (RLOO).
+    """
+    names = inspect.signature(advantage).parameters
+    offered = {"components": scores.components, "weights": torch.tensor(scores.weights), "penalty": penalty}
+    rewards = scores.total
+    if penalty is not None and "penalty" not in names:
+        rewards = rewards - penalty.nansum(dim=-1)
+    return advantage(rewards, **{name: value for name, value in offered.items() if name in names})
 
 
 def _scored(rewards: Tensor, name: str) -> Tensor:
     """Return the rewards in float64 after the checks that all group estimators share."""
-    if rewards.ndim != 2:
-        raise ConfigError(f"advantage={name} takes rewards of shape (P, G), got {tuple(rewards.shape)}.")
+    scored = _finite(rewards, name)
     if rewards.shape[1] < 2:
         raise ConfigError(
             f"advantage={name} compares the completions of a group, and rollout.group_size={rewards.shape[1]} leaves "
             "nothing to compare with: set rollout.group_size to 2 or more."
         )
+    return scored
+
+
+def _finite(rewards: Tensor, name: str) -> Tensor:
+    """Return the rewards in float64, NaN kept; other shapes and anything that would overflow float32 are refused."""
+    if rewards.ndim != 2:
+        raise ConfigError(f"advantage={name} takes rewards of shape (P, G), got {tuple(rewards.shape)}.")
     scored = rewards.double()
     too_large = scored[scored.abs() > _LARGEST]
     if len(too_large):

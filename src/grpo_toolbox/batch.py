@@ -38,6 +38,8 @@ class Batch:
     """(B, T) under the policy that the update started from; None while that is the policy itself."""
     ref_logps: Tensor | None = None
     """(B, T) under the reference."""
+    trained: Tensor | None = None
+    """(B, T) which of the masked tokens the surrogate trains; None is all of them."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -53,15 +55,13 @@ class Batch:
         def cut(column: Tensor) -> Tensor:
             return column[index.to(column.device)][:, : max(width, 1)]
 
-        return Batch(
+        columns: dict[str, Any] = {name: cut(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(
+            self,
             prompts=tuple(self.prompts[old] for old in used),
             group=tuple(place[self.group[row]] for row in rows),
             completions=completions,
-            mask=cut(self.mask),
-            advantages=cut(self.advantages),
-            sampler_logps=cut(self.sampler_logps),
-            old_logps=None if self.old_logps is None else cut(self.old_logps),
-            ref_logps=None if self.ref_logps is None else cut(self.ref_logps),
+            **columns,
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -75,19 +75,23 @@ class Batch:
         return sum(map(len, self.prompts)) + sum(map(len, self.completions))
 
 
-def collate(rollouts: Sequence[Rollout], advantages: Tensor) -> Batch:
-    """Put P·G prompt-major rollouts and their advantages, (P, G) or (P, G, T), into one batch."""
+def collate(rollouts: Sequence[Rollout], advantages: Tensor, *, mask_truncated: bool = False) -> Batch:
+    """Put P·G prompt-major rollouts and their advantages, (P, G) or (P, G, T), into one batch.
+
+    With `mask_truncated` the tokens of completions that hit the length limit are not trained and not counted.
+    """
     group_size = advantages.shape[1]
     if advantages.shape[0] * group_size != len(rollouts):
         raise ValueError(f"advantages {tuple(advantages.shape)} do not belong to {len(rollouts)} rollouts")
     per_row = advantages.flatten(0, 1).float()
     lengths = torch.tensor([len(rollout.ids) for rollout in rollouts])
+    cut_off = torch.tensor([mask_truncated and rollout.finish_reason == "length" for rollout in rollouts])
     return Batch(
         prompts=tuple(rollout.prompt.ids for rollout in rollouts[::group_size]),
         group=tuple(row // group_size for row in range(len(rollouts))),
         completions=tuple(rollout.ids for rollout in rollouts),
-        mask=torch.arange(int(lengths.max())) < lengths.unsqueeze(1),
-        advantages=per_row if per_row.ndim == 2 else per_row.unsqueeze(1),
+        mask=(torch.arange(int(lengths.max())) < lengths.unsqueeze(1)) & ~cut_off.unsqueeze(1),
+        advantages=per_row[:, : int(lengths.max())] if per_row.ndim == 2 else per_row.unsqueeze(1),
         sampler_logps=pad_rows([rollout.logps for rollout in rollouts]),
     )
 
@@ -104,8 +108,8 @@ def denominators(batch: Batch, length: float) -> Denominators:
 
 
 def rows_with_gradient(batch: Batch) -> list[int]:
-    """Return the rows whose advantage is not exactly zero everywhere."""
-    return (batch.advantages != 0).any(dim=1).nonzero().squeeze(1).tolist()
+    """Return the rows with a trained token whose advantage is not exactly zero."""
+    return ((batch.advantages != 0) & batch.mask).any(dim=1).nonzero().squeeze(1).tolist()
 
 
 def micro_batches(batch: Batch, rows: Sequence[int], tokens: int) -> list[list[int]]:

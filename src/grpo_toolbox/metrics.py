@@ -38,7 +38,7 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
         "reward_mean": total.nanmean(),
         "reward_std": _std(total.flatten()),
         "group_reward_std": torch.stack([_std(group) for group in total]).nanmean(),
-        "frac_reward_zero_std": _without_spread(total)[scored > 1].float().mean(),
+        "frac_reward_zero_std": without_spread(total)[scored > 1].float().mean(),
         "pass_rate": pass_rate(scores),
         "completion_tokens": lengths.mean(),
         "completions/clipped_ratio": torch.tensor([one.finish_reason == "length" for one in rollouts]).float().mean(),
@@ -55,7 +55,7 @@ def _std(values: Tensor) -> Tensor:
     return kept.std() if len(kept) > 1 else torch.tensor(float("nan"), dtype=torch.float64)
 
 
-def _without_spread(total: Tensor) -> Tensor:
+def without_spread(total: Tensor) -> Tensor:
     """Return (P,) True for groups whose scored rewards are all equal: they carry no gradient."""
     high = total.nan_to_num(float("-inf")).amax(dim=1)
     low = torch.where(total.isfinite(), total, float("inf")).amin(dim=1)

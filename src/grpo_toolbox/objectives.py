@@ -55,6 +55,12 @@ class Objective:
     """Drop rows with A < 0 whose mean log(π_sampler/π) is above this (DeepSeek-V3.2, 2025); None keeps all."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: float | None = None
+    """Adapt the weight to keep entropy near this many nats (Skywork-OR1); None keeps the weight."""
+    kl_target: float | None = None
+    """Adapt beta to keep the KL near this many nats per token (Ziegler et al., 2019); None keeps beta."""
+    kl_horizon: float = 10_000.0
+    """Completions over which beta adapts."""
     top_entropy_quantile: float = 1.0
     """Train only this share of tokens, those of highest entropy (Wang et al., 2025); 1 trains all."""
     mask_truncated: bool = False
@@ -76,6 +82,12 @@ class Objective:
             raise ConfigError(
                 f"objective.length={self.length} must be a finite number > 0; null takes rollout.max_new_tokens."
             )
+        for key in ("entropy_target", "kl_target", "kl_horizon"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"objective.{key}={value} must be a finite number > 0; null switches it off.")
+        if self.kl_target is not None and self.beta == 0:
+            raise ConfigError("objective.kl_target needs objective.beta > 0 to start from.")
         if not 0 < self.top_entropy_quantile <= 1:
             raise ConfigError(f"objective.top_entropy_quantile={self.top_entropy_quantile} must be in (0, 1].")
         self.make_correction()  # its bounds are checked where it is made
@@ -117,7 +129,12 @@ class Objective:
 
         Not where they have a KL or a bonus of their own, nor where their entropies decide what other rows train.
         """
-        return not self.kl_in_loss and self.entropy_coef == 0 and self.top_entropy_quantile == 1
+        return (
+            not self.kl_in_loss
+            and self.entropy_coef == 0
+            and self.top_entropy_quantile == 1
+            and self.entropy_target is None
+        )
 
 
 _ABOVE = {"delta": 1, "ratio_cap": 0, "tau_pos": 0, "tau_neg": 0}
@@ -151,14 +168,12 @@ def loss_and_terms(
     ref_logps: Tensor | None = None,
     sampler_logps: Tensor | None = None,
     trained: Tensor | None = None,
-    entropy_coef: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of these rows (a scalar) and detached per-token terms `(B, T)` for the log.
 
     Losses of micro-batches add up to the loss of the whole step, because `denominators` belong to the step.
     `old_logps=None` means on-policy: π_old = π, the ratio is 1 and only its gradient counts. `advantages` (B, 1|T).
     `trained` (B, T) marks the tokens that `top_entropy_quantile` kept; KL and denominators still count all.
-    `entropy_coef` overrides the objective's own where a controller moves it.
     """
     logps = masked(logps, mask)  # before any arithmetic: 0 · NaN in a backward pass would be NaN again
     old = logps.detach() if old_logps is None else masked(old_logps, mask)
@@ -174,12 +189,11 @@ def loss_and_terms(
         terms["kl"] = kl = kl * log_ratio(logps, old).exp() if objective.kl_unbiased else kl
         per_token = per_token + objective.beta * kl
     loss = AGGREGATIONS[objective.loss_agg](per_token, mask, denominators)
-    coef = objective.entropy_coef if entropy_coef is None else entropy_coef
-    if coef:
+    if objective.entropy_coef:
         if entropy is None:
-            raise ConfigError(f"objective.entropy_coef={coef} needs the policy's entropy, and there is none.")
+            raise ConfigError(f"objective.entropy_coef={objective.entropy_coef} needs the policy's entropy.")
         kept = mask if trained is None else mask & trained
-        loss = loss - coef * token_mean(masked(entropy, kept), mask, denominators)
+        loss = loss - objective.entropy_coef * token_mean(masked(entropy, kept), mask, denominators)
     return loss, {name: value.detach() for name, value in terms.items()}
 
 

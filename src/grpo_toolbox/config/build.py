@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint, seed_rng
-from grpo_toolbox.config.inputs import Inputs, fitting_reward
+from grpo_toolbox.config.inputs import Inputs, fitting_reward, prompts_per_generation
 from grpo_toolbox.config.options import bind, resolve
 from grpo_toolbox.config.probe import check_estimator, check_surrogate
 from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
+from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.hf import HfEngine
@@ -37,9 +38,10 @@ from grpo_toolbox.models.load import (
 )
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Reward
+from grpo_toolbox.run import GenerationSettings, Run, UpdateSettings
 from grpo_toolbox.schedule import lr_factor
 from grpo_toolbox.surrogates import OBJECTIVES
-from grpo_toolbox.trainer import Run, UpdateSettings, restore
+from grpo_toolbox.trainer import restore
 from grpo_toolbox.types import Prompt, RunInfo, Sampling
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     run = Run(
         info=info,
         policy=model,
-        reference=make_reference(model) if parts.objective.beta > 0 else None,
+        reference=make_reference(model) if parts.objective.needs_reference else None,
         engine=_engine(config, model, parts.tokenizer, packs, weights_version=info.first_step - 1),
         reward=parts.reward,
         advantage=parts.advantage,
@@ -83,12 +85,18 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         export=partial(_export, model, parts.tokenizer),
         sampling=sampling(config),
         group_size=config.rollout.group_size,
+        prompts_per_step=config.rollout.prompts_per_step,
+        generation=_generation(config.rollout),
         settings=_update_settings(trainer, device, packs),
         eval_sampling=dataclasses.replace(sampling(config), temperature=trainer.eval_temperature, min_new_tokens=0),
         eval_every=trainer.eval_every if parts.eval_prompts else 0,
         save_every=trainer.save_every,
         keep_checkpoints=trainer.keep_checkpoints,
         device=device,
+        entropy_control=_entropy_control(parts.objective),
+        kl_control=_kl_control(parts.objective),
+        reference_every=trainer.reference_every,
+        reference_mix=trainer.reference_mix,
     )
     if info.first_step > 1:
         restore(run, load_checkpoint(_newest(info.run_dir), map_location="cpu"))
@@ -119,7 +127,10 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     )
     prompts, eval_prompts = encode(inputs.rows), encode(inputs.eval_rows) if inputs.eval_rows else []
     stream = PromptStream(
-        prompts, batch_size=config.rollout.prompts_per_step, seed=config.trainer.seed, shuffle=config.data.shuffle
+        prompts,
+        batch_size=prompts_per_generation(config.rollout),
+        seed=config.trainer.seed,
+        shuffle=config.data.shuffle,
     )
     reward = inputs.reward or fitting_reward(config, inputs.rows)
     return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream)
@@ -231,6 +242,27 @@ def _lr(trainer: TrainerConfig, step: int) -> float:
         warmup_steps=trainer.warmup_steps,
         min_ratio=trainer.min_lr_ratio,
     )
+
+
+def _generation(rollout: RolloutConfig) -> GenerationSettings:
+    return GenerationSettings(
+        steps_per_generation=rollout.steps_per_generation,
+        dynamic_sampling=rollout.dynamic_sampling,
+        max_oversampling=rollout.max_oversampling,
+        max_empty_steps=rollout.max_empty_steps,
+    )
+
+
+def _entropy_control(objective: Objective) -> EntropyControl | None:
+    if objective.entropy_target is None:
+        return None
+    return EntropyControl(target=objective.entropy_target, value=objective.entropy_coef)
+
+
+def _kl_control(objective: Objective) -> KlControl | None:
+    if objective.kl_target is None:
+        return None
+    return KlControl(target=objective.kl_target, horizon=objective.kl_horizon, beta=objective.beta)
 
 
 def _update_settings(trainer: TrainerConfig, device: torch.device, packs: bool) -> UpdateSettings:

@@ -30,6 +30,9 @@ AT_LEAST_ONE = (
     "rollout.group_size",
     "rollout.max_new_tokens",
     "rollout.max_rows",
+    "rollout.steps_per_generation",
+    "rollout.max_oversampling",
+    "rollout.max_empty_steps",
     "trainer.max_steps",
     "trainer.ppo_epochs",
     "trainer.micro_batch_tokens",
@@ -48,6 +51,7 @@ NOT_NEGATIVE = (
     "trainer.eval_every",
     "trainer.eval_temperature",
     "trainer.save_every",
+    "trainer.reference_every",
     "model.lora.r",
     "data.eval_size",
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_toolbox.callbacks import Callback, build_callbacks
-from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.schema import RolloutConfig, RunConfig
 from grpo_toolbox.data import load_rows
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.paths import resolve_model_path
@@ -46,13 +46,21 @@ def check_inputs(config: RunConfig) -> Inputs:
         prompt_column=data.columns.prompt,
         answer_column=data.columns.answer,
     )
-    if len(rows) < config.rollout.prompts_per_step:
+    wanted = prompts_per_generation(config.rollout)
+    if len(rows) < wanted:
+        named = "rollout.prompts_per_step" + (
+            " × rollout.steps_per_generation" if wanted > config.rollout.prompts_per_step else ""
+        )
         raise ConfigError(
-            f"the data has {len(rows)} rows and one batch takes rollout.prompts_per_step="
-            f"{config.rollout.prompts_per_step}: lower it, or give more data."
+            f"the data has {len(rows)} rows and one batch takes {named}={wanted}: lower it, or give more data."
         )
     reward = None if _loads_a_model(config.reward) else fitting_reward(config, rows)
     return Inputs(rows, eval_rows, callbacks, reward)
+
+
+def prompts_per_generation(rollout: RolloutConfig) -> int:
+    """Return how many different prompts one generation takes."""
+    return rollout.prompts_per_step * rollout.steps_per_generation
 
 
 def fitting_reward(config: RunConfig, rows: Rows) -> Reward:

@@ -114,6 +114,14 @@ class RolloutConfig:
     """Draw from the likeliest tokens that together have this probability."""
     min_p: float = 0.0
     """Leave out tokens below this share of the likeliest token's probability."""
+    steps_per_generation: int = 1
+    """Optimizer steps that share one generation of prompts_per_step × this many prompts; later ones are off-policy."""
+    dynamic_sampling: bool = False
+    """Sample on until prompts_per_step groups have rewards that differ; the others are not trained (DAPO)."""
+    max_oversampling: int = 8
+    """Ceiling of dynamic sampling, in multiples of the groups wanted."""
+    max_empty_steps: int = 3
+    """Dynamic sampling stops the run after so many steps in a row without any such group."""
     max_rows: int = 256
     """Rows decoded at a time."""
 
@@ -148,6 +156,10 @@ class TrainerConfig:
     """Optimizer steps on each batch of rollouts."""
     micro_batch_tokens: int = 4096
     """Tokens forwarded and kept for backward at a time; changes memory and speed, not the gradient."""
+    reference_every: int = 0
+    """Steps between refreshes of the reference, π_ref ← mix·π + (1 − mix)·π_ref; 0 keeps it."""
+    reference_mix: float = 1.0
+    """1 resets the reference to the policy (ProRL); 0.6 is TR-DPO's."""
     packing: bool = True
     """Forward each prompt once and no padding; models that cannot are padded and say so."""
     skip_zero_advantage: bool = True

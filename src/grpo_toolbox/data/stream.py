@@ -40,13 +40,14 @@ class PromptStream:
         """How many times the data has been gone through; 1.5 is the middle of the second time."""
         return self._position / len(self._prompts)
 
-    def next(self) -> list[Prompt]:
-        """Return the next batch."""
+    def next(self, count: int | None = None) -> list[Prompt]:
+        """Return the next batch, or the next `count` prompts, which must not be more than a batch."""
+        count = self._batch_size if count is None else count
         size = len(self._prompts)
         start = self._position - self._epoch * size
-        batch = self._order[start : start + self._batch_size]
-        self._move_to(self._position + self._batch_size)
-        missing = self._batch_size - len(batch)
+        batch = self._order[start : start + count]
+        self._move_to(self._position + count)
+        missing = count - len(batch)
         return [self._prompts[index] for index in [*batch, *self._order[:missing]]]
 
     def state_dict(self) -> dict[str, Any]:

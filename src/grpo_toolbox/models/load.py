@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,6 +228,32 @@ class Reference:
                 yield self._net
         finally:
             self._net.train(training)
+
+    def refresh(self, policy: torch.nn.Module, mix: float) -> None:
+        """Set π_ref ← mix·π + (1 − mix)·π_ref (TR-DPO; Gorbatovski et al., 2024); mix = 1 is a reset (ProRL, 2025)."""
+        import torch
+
+        self._check_own_copy()
+        with torch.no_grad():
+            for own, current in zip(self._net.parameters(), policy.parameters(), strict=True):
+                own.lerp_(current.to(own.dtype), mix)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the weights of a reference that has been refreshed."""
+        self._check_own_copy()
+        return dict(self._net.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from saved weights."""
+        self._check_own_copy()
+        self._net.load_state_dict(state)
+
+    def _check_own_copy(self) -> None:
+        if self._switched:
+            raise ConfigError(
+                "trainer.reference_every needs a reference of its own, and with LoRA the reference is the base model: "
+                "set trainer.reference_every=0, or model.lora.r=0 to train all weights."
+            )
 
 
 def make_reference(policy: torch.nn.Module) -> Reference:

@@ -1,0 +1,208 @@
+"""Prompts to advantages: one generation of rollouts, scored and estimated, in portions of one optimizer step each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_toolbox.advantages import estimate
+from grpo_toolbox.batch import Batch, collate
+from grpo_toolbox.errors import TrainingError
+from grpo_toolbox.metrics import without_spread
+from grpo_toolbox.rewards import TrainerState, score_rollouts
+from grpo_toolbox.rollout import rollout
+from grpo_toolbox.run import Experience, Run
+from grpo_toolbox.types import Prompt, Rollout, Sampling, Scores
+from grpo_toolbox.update import reward_penalty
+
+Clock = Callable[[str], AbstractContextManager[None]]
+
+
+def next_experience(run: Run, number: int, clock: Clock) -> Experience:
+    """Return what step `number` learns from: the next portion of the last generation, or of a new one."""
+    if not run.pending:
+        run.pending = _generate(run, number, clock)
+    return run.pending.pop(0)
+
+
+def batch_of(run: Run, experience: Experience) -> Batch:
+    """Put the groups that are trained into one batch; off-policy ones carry π_old's log-probs."""
+    batch = collate(experience.rollouts, experience.advantages, mask_truncated=run.objective.mask_truncated)
+    if len(experience.kept) < experience.advantages.shape[0]:
+        batch = batch.select(_rows(experience.kept, run.group_size))
+    return replace(batch, old_logps=batch.sampler_logps) if experience.off_policy else batch
+
+
+def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
+    wanted = run.prompts_per_step * run.generation.steps_per_generation
+    rollouts, scores = _sample(run, wanted, number, clock)
+    made = scores.total.shape[0]
+    dynamic = run.generation.dynamic_sampling
+    kept = (~without_spread(scores.total)).nonzero().squeeze(1).tolist()[:wanted] if dynamic else list(range(made))
+    metrics = (
+        {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted} if dynamic else {}
+    )
+    _stop_when_empty(run, kept)
+    whole = Experience(rollouts, scores, _advantages(run, rollouts, scores, kept), kept, metrics)
+    steps = run.generation.steps_per_generation
+    if steps == 1:
+        return [whole]
+    portions = [_take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
+    passes = [*portions, *(replace(one, metrics={}) for one in portions * (run.settings.ppo_epochs - 1))]
+    return [replace(one, off_policy=index > 0) for index, one in enumerate(passes)]
+
+
+def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Rollout], Scores]:
+    """Sample and score `wanted` groups; with dynamic sampling, until so many have spread or the ceiling is reached."""
+    rollouts: list[Rollout] = []
+    parts: list[Scores] = []
+    state = TrainerState(number, run.info.max_steps)
+    for turn, prompts in enumerate(_prompts(run, wanted, parts)):
+        with clock("rollout"):
+            drawn = rollout(run.engine, prompts, run.group_size, _seeded(run.sampling, number, turn))
+        with clock("reward"):
+            parts.append(score_rollouts(run.reward, drawn, run.group_size, trainer_state=state))
+        rollouts += drawn
+    return rollouts, _joined(parts)
+
+
+def _prompts(run: Run, wanted: int, parts: Sequence[Scores]) -> Iterator[list[Prompt]]:
+    """Hand out prompts for as many groups as `parts`, which the caller fills, still lacks."""
+    yield run.data.next(wanted)
+    if not run.generation.dynamic_sampling:
+        return
+    room = wanted * (run.generation.max_oversampling - 1)
+    while room > 0:
+        missing = wanted - sum(int((~without_spread(part.total)).sum()) for part in parts)
+        if missing <= 0:
+            return
+        yield run.data.next(min(missing, room))
+        room -= min(missing, room)
+
+
+def _seeded(sampling: Sampling, number: int, turn: int) -> Sampling:
+    """Return the sampling of one call: other random streams each step and turn, the same ones after a resume."""
+    return replace(sampling, seed=sampling.seed * 1_000_003 + number + (turn << 40))
+
+
+def _advantages(run: Run, rollouts: Sequence[Rollout], scores: Scores, kept: Sequence[int]) -> Tensor:
+    """Estimate over the kept groups alone; the others get exactly 0."""
+    penalty = reward_penalty(run, rollouts)
+    if len(kept) == scores.total.shape[0]:
+        return estimate(run.advantage, scores, penalty)
+    advantages = torch.zeros_like(scores.total)
+    if not kept:
+        return advantages
+    groups = torch.tensor(kept)
+    found = estimate(run.advantage, _groups_of(scores, kept), None if penalty is None else penalty[groups])
+    if found.ndim == 3:
+        advantages = torch.zeros(*scores.total.shape, found.shape[2])
+    return advantages.index_copy(0, groups, found)
+
+
+def _stop_when_empty(run: Run, kept: Sequence[int]) -> None:
+    run.empty_steps = 0 if kept else run.empty_steps + 1
+    if run.empty_steps >= run.generation.max_empty_steps:
+        raise TrainingError(
+            f"{run.empty_steps} steps in a row found no group whose rewards differ: there is nothing to learn from. "
+            "The task is too hard or too easy for the policy, or the reward never (or always) pays: see samples.jsonl."
+        )
+
+
+def _portions(kept: Sequence[int], made: int, steps: int, size: int) -> list[list[int]]:
+    """Deal the kept groups out to the steps; groups that were dropped are reported with the first."""
+    dropped = sorted(set(range(made)) - set(kept))
+    portions = [list(kept[index * size : (index + 1) * size]) for index in range(steps)]
+    return [sorted([*portions[0], *dropped]), *(portion for portion in portions[1:] if portion)]
+
+
+def _take(whole: Experience, groups: Sequence[int]) -> Experience:
+    group_size = whole.scores.total.shape[1]
+    index = torch.tensor(groups, dtype=torch.long)
+    first = 0 in groups or not groups
+    return Experience(
+        rollouts=[whole.rollouts[row] for row in _rows(groups, group_size)],
+        scores=_groups_of(whole.scores, groups),
+        advantages=whole.advantages[index],
+        kept=[place for place, group in enumerate(groups) if group in set(whole.kept)],
+        metrics=whole.metrics if first else {},
+    )
+
+
+def _rows(groups: Sequence[int], group_size: int) -> list[int]:
+    return [group * group_size + place for group in groups for place in range(group_size)]
+
+
+def _groups_of(scores: Scores, groups: Sequence[int]) -> Scores:
+    index = torch.tensor(groups, dtype=torch.long)
+    rows = _rows(groups, scores.total.shape[1])
+    return replace(
+        scores,
+        components=scores.components[index],
+        total=scores.total[index],
+        extras={name: [values[row] for row in rows] for name, values in scores.extras.items()},
+    )
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    if len(parts) == 1:
+        return parts[0]
+    rows = [part.total.numel() for part in parts]
+    names = sorted({name for part in parts for name in part.extras})
+    return replace(
+        parts[0],
+        components=torch.cat([part.components for part in parts]),
+        total=torch.cat([part.total for part in parts]),
+        extras={
+            name: [
+                value for part, size in zip(parts, rows, strict=True) for value in part.extras.get(name, [None] * size)
+            ]
+            for name in names
+        },
+        metrics=_mean_metrics([part.metrics for part in parts], rows),
+    )
+
+
+def _mean_metrics(metrics: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[str, float]:
+    """Average each metric over the parts that have it, by rows; times and counts add up."""
+    joined: dict[str, float] = {}
+    for name in {name for part in metrics for name in part}:
+        having = [(part[name], size) for part, size in zip(metrics, rows, strict=True) if name in part]
+        total = sum(value for value, _ in having)
+        weighted = sum(value * size for value, size in having) / sum(size for _, size in having)
+        joined[name] = total if name.startswith("time/") or name in ("reward_errors", "unscored_rows") else weighted
+    return joined
+
+
+# ---- the checkpoint's form of what is pending ------------------------------------------------------------------------
+
+
+def to_state(pending: Sequence[Experience]) -> list[dict[str, Any]]:
+    """Return pending experience as plain dicts and tensors."""
+    return [
+        {
+            **vars(one),
+            "rollouts": [{**vars(row), "prompt": vars(row.prompt)} for row in one.rollouts],
+            "scores": vars(one.scores),
+        }
+        for one in pending
+    ]
+
+
+def from_state(state: Sequence[Mapping[str, Any]]) -> list[Experience]:
+    """Return the experience that `to_state` was given."""
+    return [
+        Experience(
+            **{
+                **one,
+                "rollouts": [Rollout(**{**row, "prompt": Prompt(**row["prompt"])}) for row in one["rollouts"]],
+                "scores": Scores(**one["scores"]),
+            }
+        )
+        for one in state
+    ]

@@ -1,0 +1,144 @@
+"""The run: everything one training run is made of, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_toolbox.callbacks import Callback
+from grpo_toolbox.controllers import EntropyControl, KlControl
+from grpo_toolbox.data import PromptStream
+from grpo_toolbox.engines import Engine
+from grpo_toolbox.models.load import Reference
+from grpo_toolbox.objectives import Objective
+from grpo_toolbox.rewards import Reward
+from grpo_toolbox.types import Prompt, Rollout, RunInfo, Sampling, Scores, Step
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a batch becomes an optimizer step."""
+
+    ppo_epochs: int = 1
+    micro_batch_tokens: int = 4096
+    max_grad_norm: float = 1.0
+    packed: bool = True
+    skip_zero_advantage: bool = True
+    """Leave out rows of exactly zero advantage where the objective allows it: same gradient, less work."""
+    autocast: torch.dtype | None = None
+    """Precision of the forward pass; None is that of the weights."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How many rollouts are made for how many optimizer steps."""
+
+    steps_per_generation: int = 1
+    """Optimizer steps that share one generation of rollouts; above 1 the later ones are off-policy."""
+    dynamic_sampling: bool = False
+    """Go on sampling until enough groups have spread (DAPO)."""
+    max_oversampling: int = 8
+    """Ceiling on sampled groups, in multiples of those wanted."""
+    max_empty_steps: int = 3
+    """Stop after so many steps in a row without a group that has spread."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What one optimizer step learns from: whole groups, with what the reward and the estimator said about them."""
+
+    rollouts: Sequence[Rollout]
+    scores: Scores
+    advantages: Tensor
+    """(P, G) or (P, G, T)."""
+    kept: Sequence[int]
+    """Groups that are trained; dynamic sampling leaves out those without spread."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    off_policy: bool = False
+    """Whether the policy has moved since these were sampled: then their log-probs are π_old's."""
+
+
+@dataclass
+class Run:
+    """Everything one training run is made of, and how far it has come."""
+
+    info: RunInfo
+    policy: nn.Module
+    reference: Reference | None
+    engine: Engine
+    reward: Reward
+    advantage: Callable[..., Tensor]
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    lr_at: Callable[[int], float]
+    data: PromptStream
+    eval_prompts: Sequence[Prompt]
+    callbacks: Sequence[Callback]
+    export: Callable[[Path], None]
+    """Writes the model files of a checkpoint into a folder."""
+    sampling: Sampling
+    group_size: int
+    prompts_per_step: int
+    settings: UpdateSettings
+    eval_sampling: Sampling
+    generation: GenerationSettings = field(default_factory=lambda: GenerationSettings())
+    eval_every: int = 0
+    save_every: int = 0
+    keep_checkpoints: int = 2
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    finished: int = 0
+    """The last finished step; parameters, optimizer and `snapshot` are its."""
+    best: tuple[float, int] | None = None
+    """Highest eval/reward so far, and its step."""
+    snapshot: dict[str, Any] = field(default_factory=dict)
+    """RNG states and data position of the last finished step."""
+    unreported: Step | None = None
+    """The finished step that callbacks have not seen yet."""
+    moving: bool = False
+    """Whether the optimizer has begun to move the parameters of a step that is not finished: then nothing is saved."""
+    saved: int | None = None
+    """The step of the newest checkpoint."""
+    owed: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last finished step while its evaluation is due: a run that stops in it evaluates when resumed."""
+    entropy_control: EntropyControl | None = None
+    kl_control: KlControl | None = None
+    reference_every: int = 0
+    """Steps between refreshes of the reference; 0 keeps it as it was loaded."""
+    reference_mix: float = 1.0
+    """α of π_ref ← α·π + (1 − α)·π_ref; 1 is a hard reset."""
+    pending: list[Experience] = field(default_factory=list)
+    """The rest of a generation that serves several optimizer steps."""
+    empty_steps: int = 0
+
+    def controls(self) -> dict[str, EntropyControl | KlControl]:
+        """Return the controllers that are in use, by name."""
+        both = {"entropy": self.entropy_control, "kl": self.kl_control}
+        return {name: control for name, control in both.items() if control is not None}
+
+    def controlled_objective(self) -> Objective:
+        """Return the objective with the coefficients where the controllers have them now."""
+        changes: dict[str, float] = {}
+        if self.entropy_control:
+            changes["entropy_coef"] = self.entropy_control.coef
+        if self.kl_control:
+            changes["beta"] = self.kl_control.beta
+        return replace(self.objective, **changes) if changes else self.objective  # type: ignore[arg-type]
+
+    def observe(self, metrics: Mapping[str, float], completions: int) -> dict[str, float]:
+        """Let the controllers see a step's metrics; return the coefficients that it was trained with."""
+        used = self.controlled_objective()
+        shown = {}
+        if self.entropy_control:
+            shown["entropy_coef"] = used.entropy_coef
+            if "entropy" in metrics:
+                self.entropy_control.observe(metrics["entropy"])
+        if self.kl_control:
+            shown["beta"] = used.beta
+            if "kl" in metrics:
+                self.kl_control.observe(metrics["kl"], completions)
+        return shown

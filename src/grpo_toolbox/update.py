@@ -1,0 +1,207 @@
+"""The update: a batch becomes optimizer steps.
+
+Denominators are counted once per optimizer step over the whole batch, so that the losses of micro-batches add up to the
+loss of the step however it is split; nothing reaches the optimizer before loss and gradient have been found finite.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
+from grpo_toolbox.errors import TrainingError
+from grpo_toolbox.models.forward import completion_logps
+from grpo_toolbox.objectives import kl_penalty, loss_and_terms, mismatch
+from grpo_toolbox.ratios import entropy_threshold
+from grpo_toolbox.run import Run
+from grpo_toolbox.types import Rollout
+
+
+def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
+    """Take `ppo_epochs` optimizer steps on one batch and return the metrics of what was trained."""
+    settings, objective = run.settings, run.controlled_objective()
+    counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
+    skip = settings.skip_zero_advantage and objective.zero_advantage_is_zero_gradient
+    rows = rows_with_gradient(batch) if skip else list(range(len(batch)))
+    micros = _top_entropy(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)])
+    lr = run.lr_at(number)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    meter = Meter()
+    # a generation that serves several steps is gone through several times by those steps, not within one
+    epochs = settings.ppo_epochs if run.generation.steps_per_generation == 1 else 1
+    run.policy.train()
+    for epoch in range(epochs):
+        for index, micro in enumerate(micros):
+            logps, entropy = policy_logps(run, micro)
+            loss, terms = loss_and_terms(
+                objective,
+                logps=logps,
+                entropy=entropy,
+                advantages=micro.advantages,
+                mask=micro.mask,
+                denominators=counts,
+                old_logps=micro.old_logps,
+                ref_logps=micro.ref_logps,
+                sampler_logps=micro.sampler_logps,
+                trained=micro.trained,
+            )
+            loss.backward()
+            meter.add(loss, terms | {"entropy": entropy.detach()}, micro.mask)
+            if epoch == 0:
+                old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
+                meter.add_mismatch(old_logps, micro.sampler_logps, micro.mask)
+                micros[index] = replace(micro, old_logps=old_logps)
+        meter.grad_norm = _step(run, meter, number)
+    trained = {"rows_trained": float(len(rows)), "forward_tokens": float(sum(micro.forward_tokens for micro in micros))}
+    metrics = meter.metrics(epochs) | trained | {"lr": lr}
+    return metrics | run.observe(metrics, completions=len(batch))
+
+
+def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
+    """Return beta · KL per token (P, G, T), NaN off the completions, where the objective takes it off the reward.
+
+    The policy's log-probs are those its in-process engine sampled with.
+    """
+    if run.reference is None or run.objective.kl_in != "reward":
+        return None
+    batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
+    penalty = torch.full_like(batch.sampler_logps, torch.nan)
+    for rows in micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens):
+        micro = _with_reference(run, batch.select(rows).to(run.device), always=True)
+        assert micro.ref_logps is not None
+        taken = kl_penalty(run.controlled_objective(), micro.sampler_logps, micro.ref_logps, micro.mask)
+        taken = torch.where(micro.mask, taken, torch.nan).cpu()
+        penalty[torch.tensor(rows), : taken.shape[1]] = taken
+    return penalty.reshape(-1, run.group_size, penalty.shape[1])
+
+
+def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
+    """Return the policy's log-probs and entropies (B, T) at the sampling temperature."""
+    return _logps(run, run.policy, micro)
+
+
+def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
+    with _autocast(run):
+        return completion_logps(model, micro, temperature=run.sampling.temperature or 1.0, packed=run.settings.packed)
+
+
+def _micros(run: Run, batch: Batch, rows: Sequence[int]) -> list[Batch]:
+    parts = micro_batches(batch, rows, run.settings.micro_batch_tokens)
+    return [batch.select(part).to(run.device) for part in parts]
+
+
+def _with_reference(run: Run, micro: Batch, always: bool = False) -> Batch:
+    """Add the reference's log-probs, once for all epochs, where the loss (or `always`) needs them."""
+    if run.reference is None or not (always or run.objective.kl_in_loss):
+        return micro
+    with torch.no_grad(), run.reference.model() as reference:
+        ref_logps, _ = _logps(run, reference, micro)
+    return replace(micro, ref_logps=ref_logps)
+
+
+@torch.no_grad()
+def _top_entropy(run: Run, micros: list[Batch]) -> list[Batch]:
+    """Mark the tokens above the step's entropy quantile: one threshold for all micro-batches, hence a pass before."""
+    share = run.objective.top_entropy_quantile
+    if share >= 1 or not micros:
+        return micros
+    entropies = [policy_logps(run, micro)[1] for micro in micros]
+    everywhere = torch.cat([entropy[micro.mask] for entropy, micro in zip(entropies, micros, strict=True)])
+    if not len(everywhere):
+        return micros
+    threshold = entropy_threshold(everywhere, share)
+    return [
+        replace(micro, trained=(entropy >= threshold) & micro.mask)
+        for entropy, micro in zip(entropies, micros, strict=True)
+    ]
+
+
+@contextmanager
+def _autocast(run: Run) -> Iterator[None]:
+    dtype = run.settings.autocast
+    with torch.autocast(run.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        yield
+
+
+def _step(run: Run, meter: Meter, number: int) -> float:
+    """Clip the gradient and let the optimizer move, unless something is not finite; return the norm before clipping."""
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:  # a batch without any gradient still decays momentum, skipped rows or not
+            parameter.grad = torch.zeros_like(parameter)
+    norm = float(nn.utils.clip_grad_norm_(parameters, run.settings.max_grad_norm))
+    if not (meter.is_finite() and norm < float("inf")):
+        run.optimizer.zero_grad(set_to_none=True)
+        what = "loss" if not meter.is_finite() else "gradient"
+        kept = (
+            "earlier epochs of the step have moved the parameters, so the newest checkpoint is the one to go back to"
+            if run.moving
+            else f"the parameters are still those of step {number - 1}"
+        )
+        raise TrainingError(
+            f"step {number}: the {what} is not finite, so the optimizer was not called; {kept}. "
+            "Lower trainer.lr or trainer.max_grad_norm, or look at what the step was trained on."
+        )
+    run.moving = True
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+class Meter:
+    """Sums over the tokens of a step, whatever the split into micro-batches."""
+
+    def __init__(self) -> None:
+        self._loss = 0.0
+        self._sums: dict[str, float] = defaultdict(float)
+        self._tokens = 0.0
+        self._gaps: dict[str, float] = defaultdict(float)
+        self._extremes = {"gap_max": 0.0, "ratio_max": 0.0, "ratio_min": float("inf")}
+        self._sampled = 0
+        self.grad_norm = 0.0
+
+    def add(self, loss: Tensor, terms: Mapping[str, Tensor], mask: Tensor) -> None:
+        """Count one micro-batch: its share of the loss, and per-token terms (B, T)."""
+        self._loss += float(loss.detach())
+        self._tokens += float(mask.sum())
+        for name, values in terms.items():
+            self._sums[name] += float(values[mask].sum())
+
+    def add_mismatch(self, trainer_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
+        """Count how far the engine's log-probs are from the trainer's."""
+        if not mask.any():
+            return
+        sums = {name: float(value) for name, value in mismatch(trainer_logps, sampler_logps, mask).items()}
+        self._sampled += int(mask.sum())
+        for name in ("gap", "kl", "ratio", "ratio_squared"):
+            self._gaps[name] += sums[name]
+        self._extremes = {
+            name: min(value, sums[name]) if name == "ratio_min" else max(value, sums[name])
+            for name, value in self._extremes.items()
+        }
+
+    def is_finite(self) -> bool:
+        """Whether the loss so far is a number."""
+        return abs(self._loss) < float("inf")
+
+    def metrics(self, epochs: int) -> dict[str, float]:
+        """Return token means of the terms, the loss per epoch, and the mismatch with the sampler."""
+        means = {name: value / self._tokens for name, value in self._sums.items()} if self._tokens else {}
+        if self._sampled:
+            means |= {
+                "sampler/logp_gap_mean": self._gaps["gap"] / self._sampled,
+                "sampler/logp_gap_max": self._extremes["gap_max"],
+                "sampler/kl": self._gaps["kl"] / self._sampled,
+                "sampler/ratio_mean": self._gaps["ratio"] / self._sampled,
+                "sampler/ratio_min": self._extremes["ratio_min"],
+                "sampler/ratio_max": self._extremes["ratio_max"],
+                "sampler/ess": self._gaps["ratio"] ** 2 / (self._sampled * self._gaps["ratio_squared"]),
+            }
+        return means | {"loss": self._loss / epochs, "grad_norm": self.grad_norm}
