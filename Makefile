@@ -26,8 +26,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 train: $(VENV)/.installed $(if $(findstring smollm,$(EXPERIMENT)),smollm)
 	$(BIN)/toolbox train experiment=$(EXPERIMENT) $(ARGS)
 
+# One thread per worker: two threads beside another busy process wait for each other.
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/.installed-dev smollm
 	$(BIN)/python -m pytest -m slow

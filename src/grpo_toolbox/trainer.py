@@ -172,8 +172,11 @@ def _save(run: Run) -> None:
     run.saved = run.finished
 
 
-def restore(run: Run, state: Mapping[str, Any]) -> None:
-    """Put a checkpoint's state into a freshly built run; the next step continues as if it had never stopped."""
+def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) -> None:
+    """Put a checkpoint's state into a freshly built run; the next step continues as if it had never stopped.
+
+    Without `load_optimizer` its moments start from zero.
+    """
     parameters = {name: value for name, value in run.policy.named_parameters() if value.requires_grad}
     saved = {(name, value.shape) for name, value in state["parameters"].items()}
     foreign = saved ^ {(name, value.shape) for name, value in parameters.items()}
@@ -185,7 +188,8 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, value in state["parameters"].items():
             parameters[name].copy_(value)
-    run.optimizer.load_state_dict(state["optimizer"])
+    if load_optimizer:
+        run.optimizer.load_state_dict(state["optimizer"])
     run.data.load_state_dict(state["data"])
     restore_rng(state["rng"])
     for name, control in run.controls().items():

@@ -7,8 +7,7 @@ loss of the step however it is split; nothing reaches the optimizer before loss 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
 from grpo_toolbox.errors import TrainingError
-from grpo_toolbox.models.forward import completion_logps
+from grpo_toolbox.models.forward import autocast, completion_logps
 from grpo_toolbox.objectives import kl_penalty, loss_and_terms, mismatch
 from grpo_toolbox.ratios import entropy_threshold
 from grpo_toolbox.run import Run
@@ -88,7 +87,7 @@ def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
-    with _autocast(run):
+    with autocast(run.device, run.settings.autocast):
         return completion_logps(model, micro, temperature=run.sampling.temperature or 1.0, packed=run.settings.packed)
 
 
@@ -121,13 +120,6 @@ def _top_entropy(run: Run, micros: list[Batch]) -> list[Batch]:
         replace(micro, trained=(entropy >= threshold) & micro.mask)
         for entropy, micro in zip(entropies, micros, strict=True)
     ]
-
-
-@contextmanager
-def _autocast(run: Run) -> Iterator[None]:
-    dtype = run.settings.autocast
-    with torch.autocast(run.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        yield
 
 
 def _step(run: Run, meter: Meter, number: int) -> float:

@@ -172,4 +172,5 @@ def _own_config(overrides: Sequence[str]) -> Any:
     config: Any = OmegaConf.load(path)
     for key in ("run_dir", "resume"):  # the folder may have been moved since
         config.pop(key, None)
+    config.get("trainer", {}).pop("load_optimizer", None)  # was meant for one resume
     return config

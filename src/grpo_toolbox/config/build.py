@@ -73,7 +73,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         info=info,
         policy=model,
         reference=make_reference(model) if parts.objective.needs_reference else None,
-        engine=_engine(config, model, parts.tokenizer, packs, weights_version=info.first_step - 1),
+        engine=_engine(config, model, parts.tokenizer, packs, device, weights_version=info.first_step - 1),
         reward=parts.reward,
         advantage=parts.advantage,
         objective=parts.objective,
@@ -99,7 +99,8 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         reference_mix=trainer.reference_mix,
     )
     if info.first_step > 1:
-        restore(run, load_checkpoint(_newest(info.run_dir), map_location="cpu"))
+        state = load_checkpoint(_newest(info.run_dir), map_location="cpu")
+        restore(run, state, load_optimizer=trainer.load_optimizer)
     return run
 
 
@@ -211,16 +212,22 @@ def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.devi
     return refusal is None
 
 
-def _engine(config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool, *, weights_version: int) -> Engine:
+def _engine(
+    config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool, device: torch.device, *, weights_version: int
+) -> Engine:
     def decode(ids: Sequence[int], finish_reason: str) -> str:
         return decode_completion(ids, tokenizer, finish_reason)
 
-    stops = stop_token_ids(model, tokenizer)
+    make: Callable[..., Engine] = HfEngine
     if config.rollout.engine == "local" and packs:
-        return LocalEngine(
-            model, decode=decode, stop_ids=stops, max_rows=config.rollout.max_rows, weights_version=weights_version
-        )
-    return HfEngine(model, decode=decode, stop_ids=stops, weights_version=weights_version)
+        make = partial(LocalEngine, max_rows=config.rollout.max_rows)
+    return make(
+        model,
+        decode=decode,
+        stop_ids=stop_token_ids(model, tokenizer),
+        autocast_dtype=_autocast_dtype(config.trainer, device),
+        weights_version=weights_version,
+    )
 
 
 def _optimizer(model: nn.Module, trainer: TrainerConfig) -> torch.optim.Optimizer:
@@ -266,15 +273,19 @@ def _kl_control(objective: Objective) -> KlControl | None:
 
 
 def _update_settings(trainer: TrainerConfig, device: torch.device, packs: bool) -> UpdateSettings:
-    autocast = {"auto": torch.bfloat16 if device.type == "cuda" else None, "float32": None, "bfloat16": torch.bfloat16}
     return UpdateSettings(
         ppo_epochs=trainer.ppo_epochs,
         micro_batch_tokens=trainer.micro_batch_tokens,
         max_grad_norm=trainer.max_grad_norm,
         packed=trainer.packing and packs,
         skip_zero_advantage=trainer.skip_zero_advantage,
-        autocast=autocast[trainer.precision],
+        autocast=_autocast_dtype(trainer, device),
     )
+
+
+def _autocast_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype | None:
+    auto = torch.bfloat16 if device.type == "cuda" else None
+    return {"auto": auto, "float32": None, "bfloat16": torch.bfloat16}[trainer.precision]
 
 
 def _device(name: str) -> torch.device:

@@ -178,6 +178,8 @@ class TrainerConfig:
     """Newest checkpoints kept, beside the best."""
     resume: bool = False
     """Go on in run_dir from its newest whole checkpoint."""
+    load_optimizer: bool = True
+    """Resume with the optimizer's moments; false starts them from zero, once."""
 
 
 @dataclass

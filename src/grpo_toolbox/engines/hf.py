@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from grpo_toolbox.models.forward import eval_mode, plain_model
+from grpo_toolbox.models.forward import autocast, eval_mode, plain_model
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 
@@ -23,11 +23,13 @@ class HfEngine:
         *,
         decode: Callable[[Sequence[int], str], str],
         stop_ids: Sequence[int],
+        autocast_dtype: torch.dtype | None = None,
         weights_version: int = 0,
     ) -> None:
         self._model = model
         self._decode = decode
         self._stop_ids = tuple(stop_ids)
+        self._autocast_dtype = autocast_dtype
         self._version = weights_version
 
     def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
@@ -38,7 +40,13 @@ class HfEngine:
         width = max(map(len, rows))
         ids = torch.tensor([[*([0] * (width - len(row))), *row] for row in rows], device=device)
         pads = torch.tensor([width - len(row) for row in rows], device=device)
-        with eval_mode(model), _without_defaults(model), torch.random.fork_rng(), torch.inference_mode():
+        with (
+            eval_mode(model),
+            _without_defaults(model),
+            torch.random.fork_rng(),
+            torch.inference_mode(),
+            autocast(device, self._autocast_dtype),
+        ):
             torch.manual_seed(sampling.seed)
             output = model.generate(
                 input_ids=ids,

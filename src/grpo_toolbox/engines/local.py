@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import grouped_attention, layout_attention
-from grpo_toolbox.models.forward import decoder, eval_mode, plain_model
+from grpo_toolbox.models.forward import autocast, decoder, eval_mode, plain_model
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 
@@ -82,12 +82,14 @@ class LocalEngine:
         decode: Callable[[Sequence[int], str], str],
         stop_ids: Sequence[int],
         max_rows: int = 256,
+        autocast_dtype: torch.dtype | None = None,
         weights_version: int = 0,
     ) -> None:
         self._model = model
         self._decode = decode
         self._stop_ids = tuple(stop_ids)
         self._max_rows = max_rows
+        self._autocast_dtype = autocast_dtype
         self._version = weights_version
 
     def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
@@ -98,7 +100,9 @@ class LocalEngine:
         keys = row_keys(sampling.seed, [prompt.id for prompt in prompts], group_size)
         at_once = max(self._max_rows // group_size, 1)
         rollouts: list[Rollout] = []
-        with eval_mode(self._model), torch.inference_mode():
+        device = next(self._model.parameters()).device
+        # in the precision of the training forward, or the two would disagree about log-probs
+        with eval_mode(self._model), torch.inference_mode(), autocast(device, self._autocast_dtype):
             for start in range(0, len(prompts), at_once):
                 part = prompts[start : start + at_once]
                 rows = slice(start * group_size, (start + len(part)) * group_size)

@@ -28,6 +28,13 @@ def completion_logps(model: nn.Module, batch: Batch, *, temperature: float, pack
     return (_packed if packed else _padded)(plain_model(model), batch, temperature)
 
 
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Run the block in `dtype` where the weights are float32; None leaves everything as it is."""
+    with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        yield
+
+
 def plain_model(model: Any) -> Any:
     """Return the Hugging Face model itself; under PEFT its adapter layers are already inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
