@@ -146,6 +146,41 @@ def test_the_reference_of_a_resumed_run_is_the_model_it_started_from(lora: int, 
     assert kl[2] > kl[1] > 1e-5
 
 
+def test_a_generation_outlives_the_stop_within_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps share a generation: the first serves steps 1 to 4, the second 5 to 8, stopped or not (i05.1)."""
+    given = (
+        *NOISY,
+        "rollout.steps_per_generation=4",
+        "rollout.prompts_per_step=1",
+        "callbacks.trace_rollouts={every: 1}",
+    )
+    monkeypatch.setenv("STOP_AT", "SIGTERM:update:3")
+    given = (*given, "objective.name=plugs:clipped_and_stopping", "trainer.max_steps=8")
+    assert toolbox_train(*given, f"run_dir={tmp_path / 'halves'}") == 143
+    assert checkpoints(tmp_path / "halves") == [2]
+    assert toolbox_train(f"resume={tmp_path / 'halves'}") == 0
+    assert toolbox_train(*given, f"run_dir={tmp_path / 'whole'}") == 0
+    lines = map(json.loads, (tmp_path / "halves" / "traces" / "actions.jsonl").read_text().splitlines())
+    sampled_by = {line["step"]: line["weights_version"] for line in lines}
+    assert sampled_by == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4, 6: 4, 7: 4, 8: 4}
+    assert_same(tmp_path / "halves", tmp_path / "whole")
+
+
+def test_the_optimizer_can_be_left_behind(tmp_path: Path) -> None:
+    """load_optimizer=false starts the moments from zero (i07.3), in that resume alone: the next one has them again.
+
+    The k-th moment of AdamW counts its own steps, so after two steps of the second run it says 2 and not 4.
+    """
+    run_dir = tmp_path / "run"
+    given = (*SMALL, "reward=custom", "reward.name=plugs:digits", "trainer.schedule=constant")
+    assert toolbox_train(*given, "trainer.max_steps=2", f"run_dir={run_dir}") == 0
+    for flag, finished, counted in (("false", 4, 2), ("true", 5, 3), (None, 6, 4)):
+        load = [] if flag is None else [f"trainer.load_optimizer={flag}"]
+        assert toolbox_train(f"resume={run_dir}", f"trainer.max_steps={finished}", *load) == 0
+        moments = state(run_dir)["optimizer"]["state"].values()
+        assert {int(one["step"]) for one in moments} == {counted}
+
+
 def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     assert toolbox_train(*SMALL, "model.lora.r=2", "trainer.max_steps=1", f"run_dir={run_dir}") == 0
