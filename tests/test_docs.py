@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import toolbox
+from command_line import composed, toolbox
 from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.config.source import CONF, PACKAGE, groups, option_names, schema_keys
 from grpo_toolbox.objectives import OBJECTIVES
@@ -156,6 +156,17 @@ def test_the_axes_of_the_readme_list_every_option(group: str) -> None:
 )
 def test_algorithms_md_has_a_row_for_everything_that_is_maths(header: str, registry: Iterable[str]) -> None:
     assert sorted(names(rows("docs/algorithms.md", header))) == sorted(registry)
+
+
+def method_lines() -> list[str]:
+    """The second cells of the methods in docs/algorithms.md: what to write behind `toolbox train`."""
+    (table,) = re.findall(r"^\| method \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text("docs/algorithms.md"), flags=re.MULTILINE)
+    return names([line.split(" | ")[1] for line in table.splitlines()])
+
+
+@pytest.mark.parametrize("line", method_lines())
+def test_the_command_line_of_every_method_composes(line: str) -> None:
+    composed(*shlex.split(line))
 
 
 @pytest.mark.parametrize("page", PAGES)
