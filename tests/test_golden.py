@@ -31,8 +31,8 @@ def test_the_first_five_steps_are_those_on_file(tmp_path: Path) -> None:
     """A change that means to move these numbers writes them anew and says why: `python tests/test_golden.py`.
 
     Other sums of the same terms (padded rows, other micro-batches, another processor) move them by up to 6e-6 of their
-    size; 1e-3 leaves room for that and for nothing else. The first rollouts are drawn from weights that no sum has
-    touched: their numbers are exact. The loss of step 1 is 0 up to rounding.
+    size; 1e-3 leaves room for that and for nothing else. The first rollouts come from untrained weights, so
+    their numbers are exact. The loss of step 1 is 0 up to rounding.
     """
     golden = json.loads(GOLDEN.read_text())
     steps = first_steps(tmp_path / "run")
