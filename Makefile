@@ -13,7 +13,7 @@ CPU_TORCH ?= 2.13.0
 
 $(VENV)/bin/python:
 	command -v $(PYTHON) >/dev/null && $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
-	nvidia-smi >/dev/null 2>&1 || $(PIP) "torch==$(CPU_TORCH)+cpu" || $(PIP) "torch==$(CPU_TORCH)" || true
+	nvidia-smi >/dev/null 2>&1 || $(PIP) "torch==$(CPU_TORCH)+cpu" || true
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(PIP) -e .

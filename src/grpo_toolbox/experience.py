@@ -44,11 +44,14 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     made = scores.total.shape[0]
     dynamic = run.generation.dynamic_sampling
     kept = (~without_spread(scores.total)).nonzero().squeeze(1).tolist()[:wanted] if dynamic else list(range(made))
-    metrics = (
-        {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted} if dynamic else {}
-    )
     _stop_when_empty(run, kept)
-    whole = Experience(rollouts, scores, _advantages(run, rollouts, scores, kept), kept, metrics)
+    penalty = reward_penalty(run, rollouts)
+    metrics: dict[str, float] = {}
+    if dynamic:
+        metrics |= {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted}
+    if penalty is not None:
+        metrics["kl"] = float(penalty.nanmean()) / run.controlled_objective().beta
+    whole = Experience(rollouts, scores, _advantages(run, scores, penalty, kept), kept, metrics)
     steps = run.generation.steps_per_generation
     if steps == 1:
         return [whole]
@@ -90,9 +93,8 @@ def _seeded(sampling: Sampling, number: int, turn: int) -> Sampling:
     return replace(sampling, seed=sampling.seed * 1_000_003 + number + (turn << 40))
 
 
-def _advantages(run: Run, rollouts: Sequence[Rollout], scores: Scores, kept: Sequence[int]) -> Tensor:
+def _advantages(run: Run, scores: Scores, penalty: Tensor | None, kept: Sequence[int]) -> Tensor:
     """Estimate over the kept groups alone; the others get exactly 0."""
-    penalty = reward_penalty(run, rollouts)
     if len(kept) == scores.total.shape[0]:
         return estimate(run.advantage, scores, penalty)
     advantages = torch.zeros_like(scores.total)

@@ -1,4 +1,4 @@
-"""The loop, and the update: the last room of the flow.
+"""The loop: the last room of the flow.
 
     prompts -> rollouts -> scores -> advantages -> batch -> update -> sync -> callbacks
 
@@ -46,6 +46,7 @@ def train(run: Run) -> dict[str, float]:
                     run.engine.sync()
                     seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
                     metrics = seen | updated | clock.metrics(learnt.rollouts)
+                    metrics |= run.observe(metrics, completions=len(batch))
                     _finish(run, Step(number, metrics, learnt.rollouts, learnt.scores, learnt.advantages))
                 evaluated = _evaluate_when_due(run, number)
                 with stop.protect():
@@ -59,6 +60,8 @@ def train(run: Run) -> dict[str, float]:
                 _save(run)
                 summary = {"steps": float(run.finished), "seconds": time.perf_counter() - started}
                 summary["interrupted"] = float(stop.received or 0)
+                if run.best:
+                    summary["best_step"] = float(run.best[1])
                 for callback in run.callbacks:
                     callback.on_end(summary)
                 run.engine.close()

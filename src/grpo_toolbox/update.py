@@ -59,8 +59,7 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
                 micros[index] = replace(micro, old_logps=old_logps)
         meter.grad_norm = _step(run, meter, number)
     trained = {"rows_trained": float(len(rows)), "forward_tokens": float(sum(micro.forward_tokens for micro in micros))}
-    metrics = meter.metrics(epochs) | trained | {"lr": lr}
-    return metrics | run.observe(metrics, completions=len(batch))
+    return meter.metrics(epochs) | trained | {"lr": lr}
 
 
 def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:

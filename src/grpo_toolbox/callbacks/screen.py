@@ -84,6 +84,9 @@ def closing_lines(progress: Progress, ended: Mapping[str, float], argv: Sequence
     for label, name in {**files, "checkpoints": "checkpoints"}.items():
         if (folder / name).exists():
             yield label, _shown(folder / name)
+    best = folder / "checkpoints" / f"step-{int(ended.get('best_step', 0)):08d}"
+    if best.is_dir():
+        yield "best", _shown(best)
     commands = list(_next_commands(progress, argv))
     for i, command in enumerate(commands):
         yield "" if i else "next", command
