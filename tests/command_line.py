@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from grpo_toolbox.cli.compose import choices, experiment_keys, keys
+from grpo_toolbox.cli.compose import choices, experiment_keys, keys, method_keys
 from grpo_toolbox.cli.main import main
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.config.typed import typed_config
@@ -75,4 +75,4 @@ def composed(*overrides: str) -> tuple[RunConfig, dict[str, Any]]:
     with open_dict(config):
         del config["hydra"]
     OmegaConf.set_struct(config, True)
-    return typed_config(config, choices(), keys(overrides), experiment_keys())
+    return typed_config(config, choices(), keys(overrides), experiment_keys(), method_keys())

@@ -152,6 +152,7 @@ def test_the_axes_of_the_readme_list_every_option(group: str) -> None:
         ("`objective.kl=`", KL),
         ("`objective.loss_agg=`", AGGREGATIONS),
         ("`objective=`", option_names("objective")),
+        ("`method=`", option_names("method")),
     ],
 )
 def test_algorithms_md_has_a_row_for_everything_that_is_maths(header: str, registry: Iterable[str]) -> None:

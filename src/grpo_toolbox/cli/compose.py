@@ -116,17 +116,30 @@ def keys(overrides: Sequence[str]) -> set[str]:
 
 def experiment_keys() -> set[str]:
     """Return the keys that the chosen experiment's own file sets in groups, such as `reward.extract`."""
+    return _keys_of_file("experiment")[0]
+
+
+def method_keys() -> set[str]:
+    """Return the groups whose option the chosen method names, and the keys that it sets in groups."""
+    own, named = _keys_of_file("method")
+    return own | named
+
+
+def _keys_of_file(kind: str) -> tuple[set[str], set[str]]:
+    """Return what the chosen file of a group of whole runs sets in other groups, and whose option it names."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
     for source in HydraConfig.get().runtime.config_sources:  # in the order in which Hydra looks
         folder = CONF if source.path == "grpo_toolbox.conf" else Path(source.path)
-        file = folder / "experiment" / f"{choices().get('experiment')}.yaml"
+        file = folder / kind / f"{choices().get(kind)}.yaml"
         if file.is_file():
             config = OmegaConf.load(file)
             parts = config.items_ex(resolve=False) if isinstance(config, DictConfig) else ()
-            return {f"{part!s}.{key!s}" for part, values in parts if isinstance(values, DictConfig) for key in values}
-    return set()
+            own = {f"{part!s}.{key!s}" for part, values in parts if isinstance(values, DictConfig) for key in values}
+            text = file.read_text(encoding="utf-8")
+            return own, set(re.findall(r"^\s*- override /(\w+):", text, flags=re.MULTILINE))
+    return set(), set()
 
 
 def _command_line(args: argparse.Namespace, overrides: Sequence[str], scratch: str) -> list[str]:

@@ -8,7 +8,8 @@ from grpo_toolbox.errors import unknown_option
 _USAGE = """\
 usage: toolbox train [group=option …] [key=value …] [--cfg job] [--multirun] [--config-dir DIR]
 
-Composes a run from one option of each group, the experiment's differences and your overrides, and trains it.
+Composes a run from one option of each group, the experiment's differences, a method's where you name one, and your
+overrides, and trains it.
 `toolbox train` alone runs experiment=grpo_tiny: a tiny model learns additions in under a minute.
 
 groups and options
@@ -22,6 +23,7 @@ often set
   rollout.prompts_per_step=… rollout.group_size=… rollout.max_new_tokens=… rollout.temperature=…
 
 examples
+  toolbox train experiment=grpo_tiny method=dapo
   toolbox train experiment=grpo_tiny advantage=rloo objective=reinforce
   toolbox train experiment=grpo_tiny objective.clip_eps_high=0.28
   toolbox train experiment=grpo_tiny trainer.seed=0,1,2 --multirun

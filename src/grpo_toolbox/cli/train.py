@@ -22,7 +22,15 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(train_help([word for word in argv if not word.startswith("-") and "=" not in word]))
         return 0
-    from grpo_toolbox.cli.compose import choices, experiment_keys, job_overrides, keys, read_arguments, run_jobs
+    from grpo_toolbox.cli.compose import (
+        choices,
+        experiment_keys,
+        job_overrides,
+        keys,
+        method_keys,
+        read_arguments,
+        run_jobs,
+    )
     from grpo_toolbox.config.typed import typed_config
 
     args = read_arguments(argv)
@@ -36,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
         overrides = job_overrides() if args.multirun else args.overrides
         sys.argv = ["toolbox", "train", *flags, *overrides]  # what the display says to repeat
         try:
-            code = _train(typed_config(composed, choices(), keys(overrides), experiment_keys()))
+            code = _train(typed_config(composed, choices(), keys(overrides), experiment_keys(), method_keys()))
         except Exception as error:  # carried past Hydra, which would print lines of its own around it
             failures.append(error)
             if args.multirun and isinstance(error, ToolboxError):

@@ -20,12 +20,17 @@ NAMED_GROUPS = ("reward", "advantage", "objective")
 
 
 def typed_config(
-    composed: Any, choices: Mapping[str, str], given: Collection[str] = (), written: Collection[str] = ()
+    composed: Any,
+    choices: Mapping[str, str],
+    given: Collection[str] = (),
+    written: Collection[str] = (),
+    method: Collection[str] = (),
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Return the config as records and as plain values (what config.yaml holds), or raise the first ConfigError.
 
-    `choices` says which option of each group was composed; `given` and `written` are the keys that the command line
-    and the experiment's own file set.
+    `choices` says which option of each group was composed; `given`, `written` and `method` are the keys that the
+    command line, the experiment's own file and the method's set. Where the method names a group's option, what the
+    experiment wrote for another gives way; where the command line names it, the method's numbers do.
     """
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
@@ -36,8 +41,12 @@ def typed_config(
         with open_dict(composed):
             for group in NAMED_GROUPS:
                 values: Any = OmegaConf.to_container(composed[group], resolve=True)
-                chosen = _keys_of_option(group, choices.get(group))
-                composed[group] = without_foreign(group, values, chosen, given, written)
+                chosen = _option(group, choices.get(group))
+                if group in given:
+                    taken_back = {f"{group}.{key}": key for key in chosen if f"{group}.{key}" not in given}
+                    values |= {key: chosen[key] for place, key in taken_back.items() if place in method}
+                explicit = method if group in method else written
+                composed[group] = without_foreign(group, values, chosen, given, explicit)
         config: Any = OmegaConf.to_object(composed)
         plain: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -49,14 +58,14 @@ def typed_config(
     return config, plain
 
 
-def _keys_of_option(group: str, option: str | None) -> set[str]:
+def _option(group: str, option: str | None) -> dict[str, Any]:
     """Return what the package's own option of a group sets, with what it builds on; nothing for one of the user's."""
     path = CONF / group / f"{option}.yaml"
     if not path.is_file():
-        return set()
+        return {}
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    below = [_keys_of_option(group, name) for name in values.pop("defaults", []) if name != "_self_"]
-    return {*values, *(key for keys in below for key in keys)}
+    below = [_option(group, name) for name in values.pop("defaults", []) if name != "_self_"]
+    return {key: value for part in (*below, values) for key, value in part.items()}
 
 
 def _check_keys(record: Any, prefix: str) -> None:
