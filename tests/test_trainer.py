@@ -85,14 +85,13 @@ def trained(run_dir: Path, *overrides: str) -> tuple[Run, list[Mapping[str, floa
 def test_a_batch_without_spread_steps_like_the_forwarded_one(tmp_path: Path) -> None:
     """Its gradient is 0, but momentum and weight decay go on: skipping the rows must not skip the optimizer."""
     given = (*SMOOTH, "objective=ppo_clip", "trainer.weight_decay=0.1", "reward.name=plugs:spread_but_in_step_2")
-    two, lines = trained(tmp_path / "two", *given, "trainer.max_steps=2")
+    one, _ = trained(tmp_path / "one", *given, "trainer.max_steps=1")
+    two, _ = trained(tmp_path / "two", *given, "trainer.max_steps=2")
     skipped, lines = trained(tmp_path / "skipped", *given, "trainer.max_steps=3")
-    forwarded, others = trained(
-        tmp_path / "forwarded", *given, "trainer.max_steps=3", "trainer.skip_zero_advantage=false"
-    )
+    all_rows = (*given, "trainer.skip_zero_advantage=false")
+    forwarded, others = trained(tmp_path / "forwarded", *all_rows, "trainer.max_steps=3")
     assert (lines[1]["rows_trained"], others[1]["rows_trained"]) == (0, 16)
     assert [line["grad_norm"] for line in (lines[1], others[1])] == [0, 0]
-    one, _ = trained(tmp_path / "one", *given, "trainer.max_steps=1")
     assert (parameters(two) - parameters(one)).abs().max() > 1e-3
     assert (parameters(skipped) - parameters(forwarded)).abs().max() < 1e-6
 
@@ -158,21 +157,17 @@ def test_parameters_do_not_depend_on_the_token_budget(tmp_path: Path) -> None:
         assert small_lines[1][name] == pytest.approx(large_lines[1][name], abs=1e-5)
 
 
+def gradient(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.cat([value.grad.flatten() for group in optimizer.param_groups for value in group["params"]])
+
+
 def test_the_gradient_is_clipped_to_its_norm(tmp_path: Path) -> None:
     """‖g‖ is logged, and what the optimizer sees is g · 0.01 / ‖g‖ where ‖g‖ is above max_grad_norm=0.01."""
     seen, norms = [], []
     for number, limit in enumerate(("inf", "0.01")):
         run = built_run(f"run_dir={tmp_path / str(number)}", *DIGITS, f"trainer.max_grad_norm={limit}")
-        gradients: list[Tensor] = []
-
-        def look(
-            optimizer: torch.optim.Optimizer, *_: object, policy: nn.Module = run.policy, kept: list[Tensor] = gradients
-        ) -> None:
-            kept.append(torch.cat([value.grad.flatten() for value in policy.parameters() if value.grad is not None]))
-
-        run.optimizer.register_step_pre_hook(look)
+        run.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(gradient(optimizer)))
         norms.append(update(run, first_batch(run), 1)["grad_norm"])
-        seen += gradients
     free, clipped = seen
     assert norms == [pytest.approx(float(free.norm()), rel=1e-5)] * 2
     assert norms[0] > 0.02
