@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, models
 from transformers import BloomConfig, GenerationConfig, GPT2Config, LlamaConfig, LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
+from grpo_toolbox.batch import collate
 from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.load import (
     LoraOptions,
     count_parameters,
@@ -22,6 +24,7 @@ from grpo_toolbox.models.load import (
 )
 from grpo_toolbox.models.paths import cache_folder, resolve_model_path
 from grpo_toolbox.models.tiny import build_tiny, build_tokenizer
+from grpo_toolbox.types import Prompt, Rollout
 
 IDS = torch.tensor([[6, 13, 7, 16]])
 
@@ -201,6 +204,21 @@ def test_gradient_checkpointing_changes_no_gradient(lora):
         assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules()) is checkpointing
         model(input_ids=IDS, labels=IDS).loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert gradients[0]
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("lora", [None, LoraOptions(2)])
+def test_gradient_checkpointing_changes_no_gradient_of_the_packed_forward(lora):
+    """Its backward pass computes the layers again when the packed attention's block is over."""
+    prompt = Prompt(id=0, text="", ids=(3, 4, 5))
+    rows = [Rollout(prompt, ids, (0.0,) * len(ids), "stop", "") for ids in ((6, 7, 8), (9, 1))]
+    batch = collate(rows, torch.ones(1, 2))
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_model("builtin:tiny", lora=lora, gradient_checkpointing=checkpointing).train()
+        completion_logps(model, batch, temperature=1.0, packed=True)[0].sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad and p.grad is not None])
     assert gradients[0]
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
 

@@ -9,7 +9,7 @@ projections, norms, rotary embeddings — is the untouched Hugging Face module.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,8 +63,20 @@ AttentionInterface.register(ATTENTION_NAME, _attention)
 @contextmanager
 def layout_attention(model: Any) -> Iterator[None]:
     """Run `model` with layout attention inside the block; afterwards it is the plain Hugging Face model again."""
+    with _attention_named(model, ATTENTION_NAME):
+        yield
+
+
+def same_attention_again(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return torch's two contexts of gradient checkpointing: what a backward pass computes again, outside the block
+    of its forward pass, gets the attention that it had there."""
+    return nullcontext(), _attention_named(model, model.config._attn_implementation)
+
+
+@contextmanager
+def _attention_named(model: Any, name: str) -> Iterator[None]:
     former = model.config._attn_implementation
-    model.config._attn_implementation = ATTENTION_NAME
+    model.config._attn_implementation = name
     try:
         yield
     finally:

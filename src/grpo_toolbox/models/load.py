@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,10 @@ def load_model(
     if device_map is None:
         model.to(device)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        from grpo_toolbox.models.attention import same_attention_again
+
+        again = partial(same_attention_again, model)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     return model.eval()
 
 
