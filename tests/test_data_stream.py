@@ -84,3 +84,21 @@ def test_resuming_with_the_same_data_does_not_warn(caplog: pytest.LogCaptureFixt
     stream = PromptStream(prompts(7), batch_size=3, seed=0)
     PromptStream(prompts(7), batch_size=3, seed=0).load_state_dict(stream.state_dict())
     assert caplog.text == ""
+
+
+def test_draws_of_any_size_have_no_row_twice_lose_none_and_go_on_after_a_resume() -> None:
+    """As dynamic sampling draws: a batch, then what it lacks. 100 draws of 1 to 5 of 9 prompts."""
+    sizes = [1 + (index * 7) % 5 for index in range(100)]
+    stream = PromptStream(prompts(9), batch_size=5, seed=0)
+    drawn = [[one.id for one in stream.next(size)] for size in sizes]
+    assert all(len(set(batch)) == len(batch) for batch in drawn)
+    flat = [index for batch in drawn for index in batch]
+    epochs = [flat[start : start + 9] for start in range(0, len(flat) - 8, 9)]
+    assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
+    for stop in (0, 3, 50, 99):
+        first = PromptStream(prompts(9), batch_size=5, seed=0)
+        for size in sizes[:stop]:
+            first.next(size)
+        second = PromptStream(prompts(9), batch_size=5, seed=0)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert [[one.id for one in second.next(size)] for size in sizes[stop:]] == drawn[stop:]

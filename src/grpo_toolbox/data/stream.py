@@ -43,16 +43,17 @@ class PromptStream:
     def next(self, count: int | None = None) -> list[Prompt]:
         """Return the next batch, or the next `count` prompts, which must not be more than a batch."""
         count = self._batch_size if count is None else count
-        size = len(self._prompts)
-        start = self._position - self._epoch * size
+        start = self._position - self._epoch * len(self._prompts)
         batch = self._order[start : start + count]
-        self._move_to(self._position + count)
         missing = count - len(batch)
+        self._position += count
+        if start + count >= len(self._prompts):
+            self._begin_next_epoch(len(batch) if missing else 0, missing)
         return [self._prompts[index] for index in [*batch, *self._order[:missing]]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of prompts handed out, and the fingerprint of the data this number belongs to."""
-        return {"position": self._position, "fingerprint": self._fingerprint}
+        """Return the number of prompts handed out, how each epoch's end was, and whose data this is."""
+        return {"position": self._position, "ends": [*self._ends], "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` stopped; with other data, warn and begin at the beginning."""
@@ -62,26 +63,26 @@ class PromptStream:
                 "the data is not what the checkpoint was trained on: its position is dropped, the data starts at 0."
             )
             return
-        self._move_to(state["position"])
+        for left_over, missing in state["ends"]:
+            self._begin_next_epoch(left_over, missing)
+        self._position = state["position"]
 
     def _rewind(self) -> None:
         self._position = 0
         self._epoch = 0
+        self._ends: list[tuple[int, int]] = []
         self._order = self._shuffled(0)
 
-    def _move_to(self, position: int) -> None:
-        self._position = position
-        while self._epoch < position // len(self._prompts):
-            self._begin_next_epoch()
+    def _begin_next_epoch(self, left_over: int, missing: int) -> None:
+        """Order the next epoch such that the batch across the boundary has no row twice.
 
-    def _begin_next_epoch(self) -> None:
-        """Order the next epoch such that the batch across the boundary has no row twice."""
+        That batch takes the last `left_over` rows of this epoch and the first `missing` of the next.
+        """
         self._epoch += 1
-        size = len(self._prompts)
-        left_over = (self._epoch * size) % self._batch_size
-        last = set(self._order[size - left_over :])
+        self._ends.append((left_over, missing))
+        last = set(self._order[len(self._order) - left_over :])
         fresh = self._shuffled(self._epoch)
-        head = [index for index in fresh if index not in last][: (self._batch_size - left_over) % self._batch_size]
+        head = [index for index in fresh if index not in last][:missing]
         taken = set(head)
         self._order = head + [index for index in fresh if index not in taken]
 
