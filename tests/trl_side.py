@@ -38,6 +38,7 @@ def trl_trainer(
     completions: Sequence[Sequence[int]] = (),
     sampler_logps: Sequence[Sequence[float]] | None = None,
     micro_batches: int = 1,
+    prompts: Sequence[str] = ("1+2=", "10+20="),
     **options: Any,
 ) -> Any:
     """Build one of TRL's trainers on the tiny policy; its sampler hands out `completions`, everything else is TRL's.
@@ -69,7 +70,7 @@ def trl_trainer(
         model=model,
         reward_funcs=list(rewards) or [lambda completions, **_: [0.0] * len(completions)],
         args=config_class(**(settings | options)),
-        train_dataset=Dataset.from_dict({"prompt": ["1+2=", "10+20="]}),
+        train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         processing_class=tokenizer,
     )
     trainer.current_gradient_accumulation_steps = micro_batches  # set by the loop that is not run here
