@@ -35,7 +35,8 @@ def test_values_of_any_text_need_no_quotes_beside_the_shells(value: str) -> None
 
 # ---- what answers without torch
 
-HELPS = ["", "--help", "-h", "--version", *(f"{one} --help" for one in ("train", "traces", "memory", "models"))]
+NAMES = ("train", "verify", "traces", "memory", "models")
+HELPS = ["", "--help", "-h", "--version", *(f"{one} --help" for one in NAMES)]
 HELPS += ["train --help reward", "train trainer.lr=1 --help", "train --help nosuch", "nosuch", "launch experiment=x"]
 MISTYPED = {
     "trainer.max_step=3": "trainer.max_step is not a setting. Did you mean trainer.max_steps?",
@@ -138,7 +139,7 @@ def test_a_refused_command_leaves_nothing_behind(answers: Answers, tmp_path_fact
 
 def test_help_lists_commands_groups_and_options(answers: Answers) -> None:
     assert answers[""]["out"] == answers["--help"]["out"] == answers["-h"]["out"]
-    assert all(f"  {one} " in answers["--help"]["out"] for one in ("train", "traces", "memory", "models"))
+    assert all(f"  {one} " in answers["--help"]["out"] for one in NAMES)
     assert f"\n  advantage   {', '.join(option_names('advantage'))}\n" in answers["train --help"]["out"]
     assert answers["train trainer.lr=1 --help"]["out"] == answers["train --help"]["out"]
     assert (
@@ -150,7 +151,7 @@ def test_help_lists_commands_groups_and_options(answers: Answers) -> None:
 
 def test_an_unknown_command_or_help_topic_names_what_there_is(answers: Answers) -> None:
     assert (answers["nosuch"]["code"], answers["launch experiment=x"]["code"]) == (2, 2)
-    launch = "toolbox: 'launch' is not a command: train, traces, memory, models.\n"
+    launch = "toolbox: 'launch' is not a command: train, verify, traces, memory, models.\n"
     assert answers["launch experiment=x"]["err"] == launch
     assert "--help='nosuch' is not an option: advantage, callbacks, data" in answers["train --help nosuch"]["err"]
 

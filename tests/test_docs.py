@@ -72,7 +72,8 @@ COMPOSE = "composed only: "
 SKIP = "not run: "
 HOW_TO_RUN = (
     (r"toolbox train .*--(help|cfg)", ""),
-    (r"toolbox train .*\bgrpo_smollm", COMPOSE + "its model is fetched first"),
+    (r"toolbox verify$", ""),
+    (r"toolbox (train|verify) .*\bgrpo_smollm", COMPOSE + "its model is fetched first"),
     (
         r"toolbox train .*\bgrpo_qwen_gsm8k",
         COMPOSE + "needs the hub, or a GPU for long",

@@ -28,7 +28,8 @@ LAYERS = (
     ("rollout", "run"),
     ("evaluation", "update"),
     ("experience",),
-    ("trainer",),
+    ("trainer", "measure"),
+    ("verify",),
     ("config",),
     ("api", "backends"),
     ("cli",),
@@ -53,7 +54,8 @@ WITHOUT_TORCH = (
     *("callbacks.display", "callbacks.memory_writer", "callbacks.trace_summary", "models.load"),
     *("config.schema", "config.source", "config.keys", "config.options", "config.check", "config.typed"),
     *("config.inputs", "config.folder"),
-    *("cli.main", "cli.train", "cli.traces", "cli.memory", "cli.models", "cli.help", "cli.overrides", "cli.compose"),
+    *("cli.main", "cli.train", "cli.verify", "cli.traces", "cli.memory", "cli.models"),
+    *("cli.help", "cli.overrides", "cli.compose"),
 )
 
 METHODS = {name for group, place in REGISTRIES.items() for name in (*registry(*place), *option_names(group))}

@@ -25,9 +25,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (`toolbox train --help` lists what there is)\n")
 
 
-def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def read_arguments(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
     """Split a command line into Hydra's flags and the overrides, in any order; exits with 2 on an unknown flag."""
-    parser = _Parser(prog="toolbox train", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog=f"toolbox {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--multirun", "-m", action="store_true")
@@ -40,7 +40,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--config-name", "-cn")
     args, unknown = parser.parse_known_intermixed_args(argv)
     for word in unknown:
-        parser.error(f"{word} is not a flag of toolbox train.{suggest(word, parser._option_string_actions)}")
+        parser.error(f"{word} is not a flag of toolbox {command}.{suggest(word, parser._option_string_actions)}")
     return args
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.cli.help import train_help
@@ -22,6 +22,11 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(train_help([word for word in argv if not word.startswith("-") and "=" not in word]))
         return 0
+    return run_composed("train", argv, _train)
+
+
+def run_composed(command: str, argv: Sequence[str], work: Callable[[tuple[RunConfig, dict[str, Any]]], int]) -> int:
+    """Compose and check what `argv` describes, and do `work` on it; a code other than 0 ends a sweep."""
     from grpo_toolbox.cli.compose import (
         choices,
         experiment_keys,
@@ -33,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     )
     from grpo_toolbox.config.typed import typed_config
 
-    args = read_arguments(argv)
+    args = read_arguments(argv, command)
     if os.getcwd() not in sys.path:  # an installed command does not look for the user's modules there by itself
         sys.path.append(os.getcwd())
     failures: list[Exception] = []
@@ -42,13 +47,13 @@ def run(argv: Sequence[str]) -> int:
 
     def task(composed: Any) -> None:
         overrides = job_overrides() if args.multirun else args.overrides
-        sys.argv = ["toolbox", "train", *flags, *overrides]  # what the display says to repeat
+        sys.argv = ["toolbox", command, *flags, *overrides]  # what the display says to repeat
         try:
-            code = _train(typed_config(composed, choices(), keys(overrides), experiment_keys(), method_keys()))
+            code = work(typed_config(composed, choices(), keys(overrides), experiment_keys(), method_keys()))
         except Exception as error:  # carried past Hydra, which would print lines of its own around it
             failures.append(error)
             if args.multirun and isinstance(error, ToolboxError):
-                print(f"toolbox train: {' '.join(overrides)}: {error}", file=sys.stderr)
+                print(f"toolbox {command}: {' '.join(overrides)}: {error}", file=sys.stderr)
             return
         if code:
             raise _Stopped(code)  # no Exception, so that a signal ends a whole sweep
