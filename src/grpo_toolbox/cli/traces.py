@@ -79,7 +79,7 @@ def _table(title: str, *columns: str) -> Table:
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+        table.add_column(column, justify="right" if i else "left", no_wrap=True, min_width=max(len(column), 6))
     return table
 
 
