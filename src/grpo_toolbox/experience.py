@@ -56,7 +56,8 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     if steps == 1:
         return [whole]
     portions = [_take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
-    passes = [*portions, *(replace(one, metrics={}) for one in portions * (run.settings.ppo_epochs - 1))]
+    again = [replace(one, scores=replace(one.scores, metrics={}), metrics={}) for one in portions]
+    passes = [*portions, *(again * (run.settings.ppo_epochs - 1))]
     return [replace(one, off_policy=index > 0) for index, one in enumerate(passes)]
 
 
@@ -124,12 +125,14 @@ def _portions(kept: Sequence[int], made: int, steps: int, size: int) -> list[lis
 
 
 def _take(whole: Experience, groups: Sequence[int]) -> Experience:
+    """Return these groups of a generation; what was counted over all of it is reported once, with the first."""
     group_size = whole.scores.total.shape[1]
     index = torch.tensor(groups, dtype=torch.long)
     first = 0 in groups or not groups
+    scores = _groups_of(whole.scores, groups)
     return Experience(
         rollouts=[whole.rollouts[row] for row in _rows(groups, group_size)],
-        scores=_groups_of(whole.scores, groups),
+        scores=scores if first else replace(scores, metrics={}),
         advantages=whole.advantages[index],
         kept=[place for place, group in enumerate(groups) if group in set(whole.kept)],
         metrics=whole.metrics if first else {},

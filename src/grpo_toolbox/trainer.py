@@ -196,8 +196,9 @@ def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) 
     run.data.load_state_dict(state["data"])
     restore_rng(state["rng"])
     for name, control in run.controls().items():
-        control.load_state_dict(state["controls"][name])
-    if run.reference and run.reference_every:
+        if name in state["controls"]:  # one that is switched on with the resume starts from its settings
+            control.load_state_dict(state["controls"][name])
+    if run.reference and run.reference_every and state["reference"] is not None:
         run.reference.load_state_dict(state["reference"])
     run.pending, run.empty_steps = from_state(state["pending"]), state["empty_steps"]
     run.best = tuple(state["best"]) if state["best"] else None

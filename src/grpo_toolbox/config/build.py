@@ -27,7 +27,9 @@ from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.forward import packing_refusal
 from grpo_toolbox.models.load import (
+    NOT_REFRESHED,
     LoraOptions,
+    Reference,
     load_config,
     load_model,
     load_tokenizer,
@@ -72,7 +74,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     run = Run(
         info=info,
         policy=model,
-        reference=make_reference(model) if parts.objective.needs_reference else None,
+        reference=_reference(model, trainer) if parts.objective.needs_reference else None,
         engine=_engine(config, model, parts.tokenizer, packs, device, weights_version=info.first_step - 1),
         reward=parts.reward,
         advantage=parts.advantage,
@@ -114,6 +116,8 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     objective = _named("objective", config.objective, _objective)
     check_estimator(advantage, config.rollout.group_size)
     check_surrogate(objective)
+    if objective.needs_reference and config.trainer.reference_every and config.model.lora.r:
+        raise ConfigError(NOT_REFRESHED)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encode = partial(
         encode_prompts,
@@ -191,6 +195,7 @@ def _load_policy(config: RunConfig, device: torch.device) -> nn.Module:
         device_map=model.device_map,
         lora=lora,
         gradient_checkpointing=model.gradient_checkpointing,
+        fp32_head=model.fp32_head,
         trust_remote_code=model.trust_remote_code,
     )
 
@@ -228,6 +233,13 @@ def _engine(
         autocast_dtype=_autocast_dtype(config.trainer, device),
         weights_version=weights_version,
     )
+
+
+def _reference(model: nn.Module, trainer: TrainerConfig) -> Reference:
+    reference = make_reference(model)
+    if trainer.reference_every:
+        reference.check_own_copy()  # a checkpoint may bring an adapter of its own
+    return reference
 
 
 def _optimizer(model: nn.Module, trainer: TrainerConfig) -> torch.optim.Optimizer:

@@ -23,9 +23,14 @@ if TYPE_CHECKING:  # resolving a path loads no torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NOT_REFRESHED = (
+    "trainer.reference_every needs a reference of its own, and with LoRA the reference is the base model: set "
+    "trainer.reference_every=0, or model.lora.r=0 to train all weights."
+)
 
 __all__ = [
     "DTYPES",
+    "NOT_REFRESHED",
     "LoraOptions",
     "Reference",
     "count_parameters",
@@ -90,15 +95,19 @@ def load_model(
     trust_remote_code: bool = False,
     lora: LoraOptions | None = None,
     gradient_checkpointing: bool = False,
+    fp32_head: bool = False,
 ) -> torch.nn.Module:
     """Load a causal language model in eval mode onto `device`, or spread over devices by `device_map`.
 
     `dtype="auto"` is float32 for whatever is trained, and always on the CPU; the frozen base of an adapter keeps the
     checkpoint's own type on an accelerator. Adapter weights are float32 on any base: half precision rounds AdamW's
     small steps away. A folder that holds an adapter is loaded as its base model with the adapter added in.
-    The same `seed` draws the same fresh adapter; the global random state is left as it was.
+    The same `seed` draws the same fresh adapter; the global random state is left as it was. `fp32_head` multiplies the
+    output head out in float32.
     """
     import torch
+
+    from grpo_toolbox.models.head import use_float32_head
 
     if dtype not in DTYPES:
         raise unknown_option("model.dtype", dtype, DTYPES)
@@ -113,6 +122,8 @@ def load_model(
         # torch.manual_seed would reseed the accelerators, too, and this fork does not put those back.
         torch.default_generator.manual_seed(seed)
         model = _load_plain(path, options)
+        if fp32_head:
+            use_float32_head(model)
         if adapter is not None:
             model = add_adapter(model, adapter)
     if device_map is None:
@@ -237,27 +248,25 @@ class Reference:
         """Set π_ref ← mix·π + (1 − mix)·π_ref (TR-DPO; Gorbatovski et al., 2024); mix = 1 is a reset (ProRL, 2025)."""
         import torch
 
-        self._check_own_copy()
+        self.check_own_copy()
         with torch.no_grad():
             for own, current in zip(self._net.parameters(), policy.parameters(), strict=True):
                 own.lerp_(current.to(own.dtype), mix)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the weights of a reference that has been refreshed."""
-        self._check_own_copy()
+        self.check_own_copy()
         return dict(self._net.state_dict())
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on from saved weights."""
-        self._check_own_copy()
+        self.check_own_copy()
         self._net.load_state_dict(state)
 
-    def _check_own_copy(self) -> None:
+    def check_own_copy(self) -> None:
+        """Raise ConfigError for a reference that is the policy without its adapter: it cannot be refreshed."""
         if self._switched:
-            raise ConfigError(
-                "trainer.reference_every needs a reference of its own, and with LoRA the reference is the base model: "
-                "set trainer.reference_every=0, or model.lora.r=0 to train all weights."
-            )
+            raise ConfigError(NOT_REFRESHED)
 
 
 def make_reference(policy: torch.nn.Module) -> Reference:
