@@ -81,17 +81,27 @@ class _HeadLogps(torch.autograd.Function):
 
 
 def head_logps_and_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, chunk: int = 512
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    chunk: int = 512,
+    *,
+    in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log π(label) and entropy (N,) of the language-model head `hidden · weightᵀ`, `chunk` positions at a time.
 
     `hidden` (N, H), `weight` (V, H), `labels` (N,). Equal to `logps_and_entropy(hidden @ weight.T, …)`, gradients too.
+    Logits are rounded to the precision of `hidden`, or of autocast, unless they are multiplied out `in_float32`.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # backward runs outside autocast: its logits must be those of forward
+    if in_float32:
+        hidden, weight = _at_least_float32(hidden), _at_least_float32(weight)
+    elif torch.is_autocast_enabled(device):  # backward runs outside autocast: its logits must be those of forward
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _HeadLogps.apply(hidden, weight, labels, temperature, chunk)
+    with torch.autocast(device, enabled=False):
+        return _HeadLogps.apply(hidden, weight, labels, temperature, chunk)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class ModelConfig:
     """auto spreads the model over the GPUs; null puts it on trainer.device."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
+    fp32_head: bool = False
+    """Multiply the output head out in float32 where the rest runs in bfloat16 (ScaleRL)."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
     lora: LoraConfig = field(default_factory=LoraConfig)

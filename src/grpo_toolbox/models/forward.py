@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch
 from grpo_toolbox.models.attention import layout_attention, packed_layout
+from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
 
 FLOAT32_ROUNDING = 1e-3
@@ -68,11 +69,13 @@ def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tenso
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]  # (N, H)
+    head = _plain_head(model)
     logps, entropy = head_logps_and_entropy(
         hidden[_predictors(batch, prompt_lengths, lengths).to(device)],
-        _head_weight(model),
+        head.weight,
         torch.tensor([token for row in batch.completions for token in row], device=device),
         temperature,
+        in_float32=isinstance(head, Float32Head),
     )
     return _spread(logps, batch), _spread(entropy, batch)
 
@@ -82,12 +85,12 @@ def decoder(model: Any) -> Any:
     return model.get_decoder()
 
 
-def _head_weight(model: Any) -> Tensor:
-    """Return the matrix that is all there is to the head; a bias or an adapter can be zero at first and grow unseen."""
+def _plain_head(model: Any) -> nn.Linear:
+    """Return a head that is one matrix and nothing else; a bias or an adapter can be zero at first and grow unseen."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise NotImplementedError("an output head that is more than one matrix")
-    return head.weight
+    return head
 
 
 def _predictors(batch: Batch, prompt_lengths: list[int], lengths: list[int]) -> Tensor:

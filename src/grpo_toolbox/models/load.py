@@ -107,6 +107,7 @@ def load_model(
     """
     import torch
 
+    from grpo_toolbox.models.forward import plain_model
     from grpo_toolbox.models.head import use_float32_head
 
     if dtype not in DTYPES:
@@ -122,10 +123,10 @@ def load_model(
         # torch.manual_seed would reseed the accelerators, too, and this fork does not put those back.
         torch.default_generator.manual_seed(seed)
         model = _load_plain(path, options)
-        if fp32_head:
-            use_float32_head(model)
         if adapter is not None:
             model = add_adapter(model, adapter)
+    if fp32_head:
+        use_float32_head(plain_model(model))
     if device_map is None:
         model.to(device)
     if gradient_checkpointing:
