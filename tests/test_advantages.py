@@ -215,6 +215,13 @@ def test_other_shapes_are_refused(name: str, shape: tuple[int, ...]):
         ADVANTAGES[name](torch.zeros(shape))
 
 
+@pytest.mark.parametrize("name", ["group_relative", "batch_normalized", "gdpo", "reinforce_pp"])
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
+def test_an_eps_that_turns_or_drowns_every_advantage_is_refused(name: str, eps: float):
+    with pytest.raises(ConfigError, match=r"advantage\.eps=.* must be a finite number of at least 0"):
+        ADVANTAGES[name](EIGHT, eps=eps)
+
+
 @pytest.mark.parametrize("name", ["group_relative", "batch_normalized"])
 def test_unknown_std_is_refused(name: str):
     with pytest.raises(ConfigError, match=r"population, sample\. Did you mean population"):
@@ -319,6 +326,14 @@ def test_identities_between_estimators(rewards: Tensor):
 
 
 # ---- estimators that look beyond the total ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["batch_normalized", "gdpo"])
+def test_beside_groups_with_spread_one_without_is_exactly_zero(name: str) -> None:
+    rewards = torch.tensor([[1.0, NONE, 0.0, 1.0], [NONE] * 4, [2.0, 2.0, NONE, 2.0]])
+    advantages = ADVANTAGES[name](rewards)
+    assert torch.equal(advantages[1:], torch.zeros(2, 4))
+    assert advantages[0].sum().abs() < 1e-6 < advantages[0, 0]
 
 
 def test_gdpo_by_hand() -> None:

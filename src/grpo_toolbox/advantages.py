@@ -15,6 +15,7 @@ to be compared with), and every row of a group whose rewards are all equal: exac
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -40,7 +41,7 @@ def group_relative(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -
     """
     scored = _scored(rewards, "group_relative")
     centred = _centre(scored)
-    return _finish(centred / (_spread(centred, std, dim=1) + eps), rewards)
+    return _finish(centred / _divisor(centred, std, eps), rewards)
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def batch_normalized(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4)
     """Return (r − mean of the group) / (std of the whole batch + eps): hard and easy prompts keep their scale."""
     scored = _scored(rewards, "batch_normalized")
     batch = scored.reshape(1, -1)
-    return _finish(_centre(scored) / (_spread(batch - batch.nanmean(), std, dim=1) + eps), rewards)
+    return _finish(_centre(scored) / _divisor(batch - batch.nanmean(), std, eps), rewards)
 
 
 def gdpo(
@@ -86,8 +87,10 @@ def gdpo(
         [group_relative(part.double(), std=std, eps=eps) for part in parts.unbind(dim=-1)], dim=-1
     )  # (P, G, R), 0 where a reward does not apply
     unscored = parts.isnan().all(dim=-1)
-    total = torch.where(unscored, torch.nan, (standard * shares).sum(dim=-1)).reshape(1, -1)
-    return _finish((_centre(total) / (_spread(_centre(total), std, dim=1) + eps)).reshape(rewards.shape), rewards)
+    # Every group adds up to 0, so the batch's mean is 0, too; to subtract what rounding leaves of it would push groups
+    # without spread off 0.
+    total = torch.where(unscored, torch.nan, (standard * shares).sum(dim=-1))
+    return _finish(total / _divisor(total.reshape(1, -1), std, eps), rewards)
 
 
 def reinforce_pp(
@@ -103,7 +106,7 @@ def reinforce_pp(
         left = penalty.double().nan_to_num(0.0).flip(-1).cumsum(-1).flip(-1)  # Σ over the tokens from t on
         scored = torch.where(penalty.isnan(), torch.nan, scored.unsqueeze(-1) - left)
     centred = _centre(scored.reshape(1, -1))
-    standard = (centred / (_spread(centred, std, dim=1) + eps)).reshape(scored.shape)
+    standard = (centred / _divisor(centred, std, eps)).reshape(scored.shape)
     return _finish(standard, scored.to(rewards.dtype) if rewards.is_floating_point() else scored.float())
 
 
@@ -164,13 +167,15 @@ def _centre(rewards: Tensor) -> Tensor:
     return torch.where(flat & rewards.isfinite(), 0.0, centred)
 
 
-def _spread(centred: Tensor, std: str, dim: int) -> Tensor:
-    """Return the standard deviation over the scored entries of already centred values (the second of two passes)."""
+def _divisor(centred: Tensor, std: str, eps: float) -> Tensor:
+    """Return the standard deviation of each row, over the scored entries of already centred values, plus eps."""
     if std not in ("sample", "population"):
         raise unknown_option("advantage.std", std, ("sample", "population"))
-    count = centred.isfinite().sum(dim=dim, keepdim=True)
+    if not 0 <= eps < math.inf:  # a negative one may turn the sign of every advantage
+        raise ConfigError(f"advantage.eps={eps} must be a finite number of at least 0.")
+    count = centred.isfinite().sum(dim=1, keepdim=True)
     degrees = count - 1 if std == "sample" else count
-    return (centred.square().nansum(dim=dim, keepdim=True) / degrees.clamp(min=1)).sqrt()
+    return (centred.square().nansum(dim=1, keepdim=True) / degrees.clamp(min=1)).sqrt() + eps
 
 
 def _finish(advantages: Tensor, rewards: Tensor) -> Tensor:
