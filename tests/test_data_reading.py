@@ -50,6 +50,13 @@ def test_jsonl_blank_lines_and_a_missing_last_line_feed_are_tolerated(tmp_path: 
         (b'{"prompt": "b"', r"line 3: not JSON"),
         (b'["b"]', r"line 3: a row must be a JSON object"),
         (b'{"prompt": "\xff"}', r"line 3: not UTF-8"),
+        (b'{"prompt": "b",}', r"line 3: not JSON"),
+        (b"{'prompt': 'b'}", r"line 3: not JSON"),
+        (b'{"prompt": "b", "answer": "1", "answer": "2"}', r"line 3: the key 'answer' stands twice"),
+        (b'{"prompt": [{"role": "user", "role": "tool"}]}', r"line 3: the key 'role' stands twice"),
+        (b'{"prompt": "b", "answer": ' + b"9" * 5000 + b"}", r"line 3: Exceeds the limit"),
+        (b'{"prompt": "b", "answer": ' + b"[" * 100_000 + b"}", r"line 3: maximum recursion depth"),
+        (b'{"prompt": "\\ud83d and on"}', r"line 3: '\\ud83d' is half a character"),
     ],
 )
 def test_a_jsonl_line_that_does_not_parse_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -57,6 +64,12 @@ def test_a_jsonl_line_that_does_not_parse_is_named(tmp_path: Path, line: bytes, 
     path.write_bytes(b'{"prompt":"a"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=r"a\.jsonl, " + message):
         read_rows(str(path))
+
+
+def test_an_escaped_pair_is_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "\\ud83d\\ude00"}\r\n')
+    assert read_rows(str(path)) == [{"prompt": "\U0001f600"}]
 
 
 def test_csv_text_stays_text(tmp_path: Path) -> None:
@@ -75,6 +88,8 @@ def test_csv_text_stays_text(tmp_path: Path) -> None:
         ("prompt,answer\na,1,2\n", "line 2: more fields than columns"),
         ('prompt,answer\n"a,1\nb,2\n', "line 2: not CSV"),
         ("prompt,prompt\na,b\n", "line 1: a column name stands twice"),
+        ("prompt;answer\na;1\n", "line 1: the columns are separated by ';', and only commas are read"),
+        ("\ufeffprompt\tanswer\r\na\t1\r\n", r"line 1: the columns are separated by '\\t'"),
     ],
 )
 def test_broken_csv_names_the_line(tmp_path: Path, text: str, message: str) -> None:

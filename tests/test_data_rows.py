@@ -87,6 +87,7 @@ def test_a_column_that_stands_where_a_renamed_one_goes_gives_way_aloud(caplog: p
         [{"role": "user", "content": "  "}],
         [{"role": "system", "content": "Be brief."}],
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}],
+        [{"role": "user", "content": [{"type": "text", "text": " "}]}],
     ],
 )
 def test_empty_or_blank_prompt_names_its_row(prompt: object) -> None:
@@ -97,6 +98,14 @@ def test_empty_or_blank_prompt_names_its_row(prompt: object) -> None:
 def test_message_with_null_content_names_its_row() -> None:
     with pytest.raises(DataError, match=r"row 1: a message of role 'user' has no content"):
         check_rows([{"prompt": [{"role": "user", "content": None}]}])
+
+
+@pytest.mark.parametrize("content", [5, True, {"type": "text", "text": "a"}])
+def test_message_content_is_text_or_parts(content: object) -> None:
+    with pytest.raises(DataError, match=r"row 1: the content of a message is text or a list of parts"):
+        check_rows([{"prompt": [{"role": "user", "content": content}]}])
+    parts = [{"role": "user", "content": [{"type": "text", "text": " "}, {"type": "image", "image": "a.png"}]}]
+    assert check_rows([{"prompt": parts}])[0]["prompt"] == parts
 
 
 def test_an_assistant_that_calls_a_tool_may_have_no_content() -> None:
@@ -119,9 +128,10 @@ def test_a_prompt_is_text_or_messages(prompt: object) -> None:
         check_rows([{"prompt": prompt}])
 
 
-def test_a_message_needs_a_role() -> None:
+@pytest.mark.parametrize("role", [{}, {"role": None}, {"role": 1}, {"role": " "}])
+def test_a_message_needs_a_role(role: dict[str, object]) -> None:
     with pytest.raises(DataError, match="row 1: a message has no role"):
-        check_rows([{"prompt": [{"content": "a"}]}])
+        check_rows([{"prompt": [role | {"content": "a"}]}])
 
 
 def test_no_rows_are_an_error() -> None:

@@ -129,16 +129,36 @@ def _read_jsonl(path: Path) -> list[Row]:
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {number}: not JSON ({error.msg}, column {error.colno}). Write one JSON object a line."
-            ) from error
+        row = _parse(line, f"{path}, line {number}")
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: a row must be a JSON object, found {line.strip():.40}.")
         rows.append(row)
     return rows
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        row = json.loads(line, object_pairs_hook=_object)
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}: not JSON ({error.msg}, column {error.colno}). Write one JSON object a line."
+        ) from error
+    except UnicodeEncodeError as error:  # half of an escaped pair, which no tokenizer takes
+        raise DataError(f"{where}: {error.object[error.start]!r} is half a character. Write both halves.") from error
+    except (ValueError, RecursionError) as error:  # a key twice, thousands of digits or of brackets
+        raise DataError(f"{where}: {error}. Correct the line.") from error
+    return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    """Return a JSON object as a dict; a key that stands twice is an error, since one of its values would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key '{next(key for key in keys if keys.count(key) > 1)}' stands twice in one object")
+    return row
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -147,6 +167,11 @@ def _read_csv(path: Path) -> list[Row]:
     rows: list[Row] = []
     try:
         names = reader.fieldnames or []
+        if len(names) == 1 and (separators := [mark for mark in ";\t|" if mark in names[0]]):
+            raise DataError(
+                f"{path}, line 1: the columns are separated by {separators[0]!r}, and only commas are read. "
+                "Save the file with commas."
+            )
         if len(set(names)) < len(names):
             raise DataError(f"{path}, line 1: a column name stands twice: {', '.join(names)}. Rename one of them.")
         for row in reader:

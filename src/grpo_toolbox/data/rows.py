@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -99,7 +100,8 @@ def _has_answers(columns: Sequence[str], answer_column: str | None, source: str)
 
 def _checked_answer(row: Row, column: str | None, where: str) -> Any:
     answer = row.get(str(column))
-    if answer is None or (isinstance(answer, str) and not answer.strip()):
+    missing = answer is None or (isinstance(answer, float) and math.isnan(answer))  # as data frames write it
+    if missing or (isinstance(answer, str) and not answer.strip()):
         raise DataError(
             f"{where}: no '{column}'. Add it or remove the row; set data.columns.answer=null if no reward compares "
             "answers."
@@ -133,18 +135,30 @@ def _checked_prompt(prompt: object, where: str) -> str | list[Message]:
 
 def _checked_message(message: Message, where: str) -> Message:
     """Return the message without its None entries, which Arrow adds where messages have different keys."""
-    if not isinstance(message.get("role"), str):
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role.strip():
         raise DataError(
             f"{where}: a message has no role: {message!r:.80}. Set 'role' to user, assistant, system or tool."
         )
-    if message.get("content") is None and not message.get("tool_calls"):
+    if content is None and not message.get("tool_calls"):
         raise DataError(
-            f"{where}: a message of role '{message['role']}' has no content (null), which a chat template would print "
+            f"{where}: a message of role '{role}' has no content (null), which a chat template would print "
             "as 'None'. Fill it in or remove the row."
+        )
+    if not isinstance(content, str | list | None):
+        raise DataError(
+            f"{where}: the content of a message is text or a list of parts {{'type': 'text', 'text': ...}}, found "
+            f"{content!r:.80}, which a chat template would print as it stands. Write it as text."
         )
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _says_something(message: Message) -> bool:
     content = message["content"]
-    return bool(content.strip()) if isinstance(content, str) else bool(content or message.get("tool_calls"))
+    texts = [content] if isinstance(content, str) else [_text_of(part) for part in content or ()]
+    return any(text.strip() for text in texts) or bool(message.get("tool_calls"))
+
+
+def _text_of(part: object) -> str:
+    """Return the text of a message's part; what is no text part (an image) says something, too."""
+    return str(part.get("text")) if isinstance(part, dict) and part.get("type") == "text" else repr(part)
