@@ -105,6 +105,11 @@ def from_the_future(folder: Path) -> None:
     (folder / "COMPLETE").write_text(json.dumps({"format": 2, "files": {}}))
 
 
+def rewrite_marker(folder: Path, **changes: object) -> None:
+    marker = json.loads((folder / "COMPLETE").read_text())
+    (folder / "COMPLETE").write_text(json.dumps(marker | changes))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -113,6 +118,9 @@ def from_the_future(folder: Path) -> None:
         (cut_the_marker, "COMPLETE is damaged"),
         (from_the_future, "format 2, but this version reads 1"),
         (lambda folder: (folder / "COMPLETE").unlink(), "COMPLETE is missing"),
+        (lambda folder: (folder / "COMPLETE").write_bytes(b""), "COMPLETE is damaged"),
+        (lambda folder: rewrite_marker(folder, files={}), "COMPLETE is damaged"),
+        (lambda folder: rewrite_marker(folder, step="4"), "COMPLETE is damaged"),
         (lambda folder: (folder / "state.pt").unlink(), "state.pt is missing"),
     ],
 )

@@ -213,6 +213,8 @@ def _fault(folder: Path, *, hashes: bool) -> str | None:
         marker = json.loads((folder / _MARKER).read_bytes())
         if marker["format"] != _FORMAT:
             return f"format {marker['format']}, but this version reads {_FORMAT}"
+        if not isinstance(marker["step"], int) or _STATE not in marker["files"]:
+            return f"{_MARKER} is damaged"
         for name, wanted in marker["files"].items():
             size = (folder / name).stat().st_size
             if size != wanted["bytes"]:

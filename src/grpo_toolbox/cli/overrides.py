@@ -70,7 +70,7 @@ def _wrong_type(key: str, value: str) -> ConfigError:
 
 def _missing_option(error: MissingConfigException) -> ConfigError:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
-    options = list(error.options or [])
+    options = [name for name in error.options or [] if not name.startswith("_")]
     if not group:
         return ConfigError(" ".join(str(error).split()))
     return ConfigError(f"{group}={option} is not an option: {', '.join(options)}.{suggest(option, options)}")

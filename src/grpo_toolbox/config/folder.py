@@ -25,7 +25,7 @@ def claim_run_dir(config: RunConfig, plain: dict[str, Any]) -> Iterator[RunInfo]
     command can be given again. Raises ConfigError for a folder that holds another run or cannot be written.
     """
     run_dir = _run_dir(config)
-    ours = not run_dir.exists() or not any(run_dir.iterdir())
+    ours = not run_dir.is_dir() or not any(run_dir.iterdir())
     info = _open(config, run_dir, plain)
     if info.first_step == 1:
         write_config(info)
