@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -89,6 +90,11 @@ ROWS = [
     ([*QUESTIONS, {"prompt": " \n\t", "answer": "2"}], "prompts.jsonl, row 5: the prompt is empty or blank."),
     ([*QUESTIONS, {"prompt": [], "answer": "2"}], "prompts.jsonl, row 5: the prompt is empty or blank"),
     ([*QUESTIONS, {"prompt": "5+1=", "answer": None}], "prompts.jsonl, row 5: no 'answer'."),
+    ([*QUESTIONS, {"prompt": "5+1=", "answer": math.nan}], "prompts.jsonl, row 5: no 'answer'."),
+    (
+        [*QUESTIONS, {"prompt": "5+1=", "answer": True}],  # d06.4
+        "prompt '5+1=': the gold answer True is neither text nor a number. Write column 'answer' as text.",
+    ),
     ([*QUESTIONS, {"prompt": 5, "answer": "2"}], "prompts.jsonl, row 5: a prompt is text or a list of messages"),
     ([], "prompts.jsonl is empty. It needs at least one row with column 'prompt'."),
     (
@@ -102,6 +108,14 @@ ROWS = [
 def test_rows_that_cannot_be_trained_on(rows: list[dict[str, Any]], message: str, no_model: None) -> None:
     assert refused(*SHORT, write_rows(rows)).startswith(message)
     assert not Path("runs").exists()
+
+
+def test_gold_answers_that_can_never_be_met_are_refused(no_model: None) -> None:
+    data = write_rows([{"prompt": "capital?", "answer": "Paris"}] * 2)
+    assert refused(*SHORT, data, "reward.extract=last_number") == (
+        "no row has a gold answer that is a number in column 'answer' (the first is 'Paris'), so reward.extract="
+        "last_number would score nothing. Set data.columns.answer, or another reward.extract."
+    )
 
 
 def test_a_missing_column_of_a_users_reward_is_named(no_model: None) -> None:
@@ -212,6 +226,14 @@ def test_a_folder_that_holds_another_run_is_left_alone(no_model: None) -> None:
     )
     assert [path.name for path in Path("a").iterdir()] == ["metrics.jsonl"]
     assert Path("a/metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("words", [["run_dir=file"], ["resume=file"], ["run_dir=file", "trainer.resume=true"]])
+def test_a_file_is_no_run_folder(words: list[str], no_model: None) -> None:
+    Path("file").write_text("not a folder")
+    error = refused(*SHORT, *words)
+    assert error.startswith(("run_dir=file cannot be written (", "resume=file has no whole checkpoint"))
+    assert Path("file").read_text() == "not a folder"
 
 
 def test_a_folder_that_cannot_be_written_is_refused(no_model: None) -> None:

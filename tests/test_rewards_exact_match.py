@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
@@ -147,6 +148,11 @@ def test_without_gold_answer_there_is_no_score(gold: object) -> None:  # d06.3
 
 def test_a_gold_answer_that_can_never_be_met_is_left_out() -> None:
     assert grade("Paris has 2 airports", "Paris", extract="last_number") is None
+
+
+def test_a_decimal_is_a_number() -> None:
+    assert grade("#### 7.5", Decimal("7.50")) == 1.0
+    assert grade("7.5 and 7", Decimal("7.50")) == 0.0
 
 
 @pytest.mark.parametrize("gold", [True, ["12"], {"answer": 12}])

@@ -54,7 +54,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         raise ConfigError(
             f"the data has {len(rows)} rows and one batch takes {named}={wanted}: lower it, or give more data."
         )
-    reward = None if _loads_a_model(config.reward) else fitting_reward(config, rows)
+    reward = None if _loads_a_model(config.reward) else fitting_reward(config, [*rows, *eval_rows])
     return Inputs(rows, eval_rows, callbacks, reward)
 
 
@@ -64,9 +64,10 @@ def prompts_per_generation(rollout: RolloutConfig) -> int:
 
 
 def fitting_reward(config: RunConfig, rows: Rows) -> Reward:
-    """Build the reward and make sure that the data has the columns it asks for."""
+    """Build the reward and make sure that the data has the columns it asks for, and values it can compare with."""
     reward = build_reward(**config.reward)
     reward.check_columns([*rows[0]])
+    reward.check_rows(rows)
     return reward
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
 from typing import Any
@@ -102,7 +103,7 @@ def gold_answer(gold: Any) -> str | None:
     """
     if gold is None or gold != gold:  # NaN is how data frames write a missing cell
         return None
-    if isinstance(gold, bool) or not isinstance(gold, str | Real):
+    if isinstance(gold, bool) or not isinstance(gold, str | Real | Decimal):
         raise TypeError(f"the gold answer {gold!r} is neither text nor a number")
     text = str(gold)
     return (text.rpartition("####")[2] if "####" in text else text).strip() or None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -80,6 +80,13 @@ class Reward:
                         f"reward {component.name!r} needs column {column!r}; the data has: {present}."
                         f"{suggest(column, columns)} {advice}."
                     )
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Let each function that has a `check_rows` refuse data it cannot score; called before a model is loaded."""
+        for component in self.components:
+            check = getattr(unwrapped(component.function), "check_rows", None)
+            if check is not None:
+                check(rows)
 
     def __call__(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.errors import ConfigError, DataError, unknown_option
 from grpo_toolbox.rewards.answers import (
     after_marker,
     as_number,
@@ -50,6 +51,7 @@ def exact_match(
         ]
 
     declare(score, "exact_match", ["completions", column])
+    score.check_rows = partial(_check_golds, column, extract)  # type: ignore[attr-defined]
     return score
 
 
@@ -65,6 +67,22 @@ def _extraction(extract: str, pattern: str | None) -> Callable[[str], str | None
     if pattern is None:
         raise ConfigError("reward.extract=regex needs reward.pattern, such as reward.pattern='Answer: (\\S+)'.")
     return last_match(compile_pattern(pattern))
+
+
+def _check_golds(column: str, extract: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError for a gold answer of another type, and where no row has one that can be met."""
+    met = False
+    for row in rows:
+        try:
+            met = _gold(row[column], extract) is not None or met
+        except TypeError as error:
+            raise DataError(f"prompt {row['prompt']!r:.60}: {error}. Write column '{column}' as text.") from error
+    if not met:
+        wanted = "that is a number" if extract == "last_number" else "that is not empty"
+        raise DataError(
+            f"no row has a gold answer {wanted} in column '{column}' (the first is {rows[0][column]!r:.40}), so "
+            f"reward.extract={extract} would score nothing. Set data.columns.answer, or another reward.extract."
+        )
 
 
 def _gold(gold: Any, extract: str) -> str | None:
