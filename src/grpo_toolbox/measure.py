@@ -23,8 +23,17 @@ from grpo_toolbox.run import Experience, Run
 from grpo_toolbox.types import Prompt, Rollout, Scores
 from grpo_toolbox.update import policy_logps, update
 
-GROUPS, GROUP_SIZE, LONGEST, GRADED = 3, 4, 128, 32
+GROUPS, GROUP_SIZE, LONGEST, GRADED = 3, 4, 64, 32
 """What is looked at: prompts, completions of each, tokens of the longest, prompts that the grader is tried on."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Loss and gradient of one step."""
+
+    loss: float
+    parts: dict[str, Tensor]
+    """By the name of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class Sample:
     """(P, G), made up so that every row has a gradient."""
     batch: Batch
     """The rollouts as the trainer collates them, with a made-up reference half a nat away: the KL has a gradient."""
+    whole: Gradient
+    """Of the batch in one piece: what the others are compared with."""
     prompts: Sequence[Prompt]
     """More prompts, for the grader."""
 
@@ -45,15 +56,6 @@ class Sample:
         """(B, T) True where a completion has a token."""
         lengths = torch.tensor([len(one.ids) for one in self.rollouts])
         return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """Loss and gradient of one step."""
-
-    loss: float
-    parts: dict[str, Tensor]
-    """By the name of the parameter."""
 
 
 # ---- what is looked at -----------------------------------------------------------------------------------------------
@@ -78,7 +80,8 @@ def draw_sample(run: Run) -> Sample:
     advantages = torch.where(torch.arange(count) % 3 == 1, -sizes, sizes).reshape(-1, group_size)
     batch = collated(run, rollouts, advantages)
     away = torch.where(torch.arange(batch.mask.shape[1]) % 2 == 0, 0.5, -0.5)
-    return Sample(rollouts, advantages, replace(batch, ref_logps=batch.sampler_logps + away), [*drawn.values()])
+    batch = replace(batch, ref_logps=batch.sampler_logps + away)
+    return Sample(rollouts, advantages, batch, gradient(run, batch), [*drawn.values()])
 
 
 def collated(run: Run, rollouts: Sequence[Rollout], advantages: Tensor) -> Batch:
@@ -157,7 +160,8 @@ def plain_logps(run: Run, batch: Batch) -> Tensor:
     with eval_mode(run.policy), autocast(run.device, run.settings.autocast):
         for row, (group, ids) in enumerate(zip(batch.group, batch.completions, strict=True)):
             prompt = batch.prompts[group]
-            logits = model(input_ids=torch.tensor([[*prompt, *ids]], device=run.device), use_cache=False).logits[0]
+            tokens = torch.tensor([[*prompt, *ids]], device=run.device)
+            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0]
             scaled = logits[len(prompt) - 1 : -1].float() / run.sampling.temperature
             labels = torch.tensor(ids, device=run.device).unsqueeze(1)
             result[row, : len(ids)] = scaled.log_softmax(dim=-1).gather(1, labels).squeeze(1).cpu()
