@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,3 +258,15 @@ def test_a_tied_head_counts_once():
     assert count_parameters(untied) == (84, 84)
     untied.get_input_embeddings().requires_grad_(False)
     assert count_parameters(untied) == (84, 44)
+
+
+def test_a_checkpoint_s_own_dropout_is_off_in_training(tmp_path: Path) -> None:
+    # GPT-2's configuration says 0.1 everywhere; trained with it, the policy would not be the one that was sampled
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=32, n_embd=16, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path)).train()
+    ids = torch.arange(12).unsqueeze(0)
+    first, second = model(input_ids=ids).logits, model(input_ids=ids).logits
+    assert torch.equal(first, second)
+    assert torch.equal(first, model.eval()(input_ids=ids).logits)

@@ -122,7 +122,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators, too, and this fork does not put those back.
         torch.default_generator.manual_seed(seed)
-        model = _load_plain(path, options)
+        model = _without_dropout(_load_plain(path, options))
         if adapter is not None:
             model = add_adapter(model, adapter)
     if fp32_head:
@@ -135,6 +135,22 @@ def load_model(
         again = partial(same_attention_again, model)
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     return model.eval()
+
+
+def _without_dropout(model: Any) -> Any:
+    """Set the checkpoint's own dropout to 0: rollouts are sampled without, and the policy that is trained is that one.
+
+    Only `model.lora.dropout` brings it back.
+    """
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def _load_plain(path: str, options: dict[str, Any]) -> Any:
