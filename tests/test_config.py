@@ -328,6 +328,7 @@ def test_an_unknown_key_is_told_the_nearest(key: str, siblings: list[str], messa
     [
         ("rollout.group_size=0", "rollout.group_size=0 must be at least 1"),
         ("trainer.lr=-1", "trainer.lr=-1.0 must be a finite number of at least 0"),
+        ("trainer.seed=99999999999999999999", "trainer.seed=99999999999999999999 must be a whole number of 64 bits"),
         ("trainer.lr=nan", "trainer.lr=nan must be a finite number"),
         ("trainer.adam_beta1=1", "trainer.adam_beta1=1.0 must be at least 0 and below 1"),
         ("trainer.max_grad_norm=0", "trainer.max_grad_norm=0.0 must be above 0"),

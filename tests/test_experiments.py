@@ -25,6 +25,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
 )
+from transformers.utils.logging import enable_progress_bar
 
 from grpo_toolbox.models.load import load_model
 from toolbox_runs import built_run, checkpoints, metrics, steps, toolbox_train
@@ -163,6 +164,18 @@ def test_gsm8k_from_local_folders(place: str, qwen: Path, gsm8k: Path, tmp_path:
     assert first["invalid_format_rate"] == 1  # no ####
     assert first["kl"] == 0
     assert checkpoints(tmp_path / "run") == [1, 2]
+
+
+def test_a_pipe_gets_plain_lines(
+    qwen: Path, gsm8k: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    enable_progress_bar()  # as it is in a new process: weights are loaded under a bar
+    given = ("experiment=grpo_qwen_gsm8k", f"model.path={qwen}", f"data.path={gsm8k}", *SHORT[1:])
+    assert toolbox_train(*given, f"run_dir={tmp_path / 'run'}") == 0
+    printed = "".join(capfd.readouterr())
+    assert "step 2/2" in printed
+    assert not {"\r", "\x1b", "\b"} & {*printed}
+    assert not [one for one in recwarn if "is_gradient_checkpointing" in str(one.message)]
 
 
 def test_gsm8k_trains_the_adapter_alone(qwen: Path, gsm8k: Path, tmp_path: Path) -> None:

@@ -168,10 +168,10 @@ def _sha256(path: Path) -> str:
 # ---- reading
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest whole checkpoint under `root`, or None; every newer, damaged one is named in a warning."""
+def latest_checkpoint(root: Path, *, warn: bool = True) -> Path | None:
+    """Return the newest whole checkpoint under `root`, or None; `warn` names every newer, damaged one."""
     newest, faults = _newest_whole(root)
-    for fault in faults:
+    for fault in faults if warn else ():
         log.warning("skipping checkpoint %s", fault)
     return newest
 

@@ -88,6 +88,8 @@ def _train(checked: tuple[RunConfig, dict[str, Any]]) -> int:
         from grpo_toolbox.config.build import build_run
         from grpo_toolbox.trainer import train
 
+        if not sys.stderr.isatty():  # a bar draws itself anew with control characters, which a file would keep
+            transformers_logging.disable_progress_bar()
         built = build_run(config, inputs, info)
         transformers_logging.disable_progress_bar()  # the display shows progress; saving a checkpoint needs no bar
         if info.first_step > 1:

@@ -78,6 +78,8 @@ def check_config(config: RunConfig) -> None:
     for key in BELOW_ONE:
         if not 0 <= _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 0 and below 1.")
+    if not -(2**63) <= config.trainer.seed < 2**63:  # what torch takes
+        raise ConfigError(f"trainer.seed={config.trainer.seed} must be a whole number of 64 bits.")
     _check_sampling(config)
     for key in ("name", "run_dir", "resume"):
         value = getattr(config, key)

@@ -49,7 +49,7 @@ def _open(config: RunConfig, run_dir: Path, plain: dict[str, Any]) -> RunInfo:
     check_run_dir(run_dir, resuming=resuming)
     finished = 0
     if resuming:
-        newest = latest_checkpoint(run_dir / "checkpoints")
+        newest = latest_checkpoint(run_dir / "checkpoints", warn=False)  # building the run warns
         finished = finished_step(newest) if newest else 0
         if newest and finished >= config.trainer.max_steps and not load_checkpoint(newest, "cpu")["owed"]:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,12 @@ def add_adapter(model: Any, lora: LoraOptions) -> Any:
     )
     layers = _linear_layers(model)
     try:
-        adapted = get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT asks transformers by a name that transformers is giving up: nothing that a user could mend
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            adapted = get_peft_model(model, config)
     except ValueError as error:  # PEFT matches the names itself and raises this where none fits
         raise unknown_option("model.lora.target_modules", targets, {"all-linear", *layers}) from error
     _refuse_tied(adapted, targets)
