@@ -234,3 +234,10 @@ def test_nothing_is_tidied_up_when_decoding() -> None:
     tokenizer.clean_up_tokenization_spaces = True
     ids = tokenizer("a , b .\n do n't", add_special_tokens=False)["input_ids"]
     assert decode_completion(ids, tokenizer, "length") == "a , b .\n do n't"
+
+
+def test_a_prompt_that_the_tokenizer_cannot_write_is_refused() -> None:
+    from grpo_toolbox.models.tiny import build_tokenizer
+
+    with pytest.raises(DataError, match=r"row 2: the prompt '3\+é=' has characters"):
+        encode_prompts([{"prompt": "3+4="}, {"prompt": "3+é="}], build_tokenizer())

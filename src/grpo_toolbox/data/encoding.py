@@ -48,6 +48,7 @@ def encode_prompts(
             raise DataError(f"row {index + 1}: {error}") from error
     encoded = encode_texts(texts, tokenizer)
     for index, ids in enumerate(encoded):
+        _check_known(index, texts[index], ids, tokenizer)
         if not ids:
             raise DataError(
                 f"row {index + 1}: the prompt {texts[index]!r:.60} has no token in this tokenizer's vocabulary."
@@ -156,6 +157,15 @@ def _check_templates(
     for name in [*template_kwargs, *(["tools"] if tools else [])]:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             log.warning("data.chat_template_kwargs.%s changes nothing: the chat template does not read it.", name)
+
+
+def _check_known(index: int, text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a prompt that the tokenizer cannot write: the policy would be asked something else than the data says."""
+    if tokenizer.unk_token_id in ids and str(tokenizer.unk_token) not in text:
+        raise DataError(
+            f"row {index + 1}: the prompt {text!r:.60} has characters that this model's tokenizer does not know. "
+            "Choose another model (model=file model.path=…), or clean the data."
+        )
 
 
 def _fitting(
