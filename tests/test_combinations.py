@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from command_line import composed
-from grpo_toolbox.advantages import ADVANTAGES
+from grpo_toolbox.advantages import ADVANTAGES, needs_values
 from grpo_toolbox.config.build import _objective
 from grpo_toolbox.config.source import option_names
 from grpo_toolbox.errors import ConfigError
@@ -60,9 +60,9 @@ FEW = random.Random(0).sample(ALL, 40)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with a reference, of two prompts and two completions of at most two tokens a step."""
+    """A run with a reference and a critic, of two prompts and two completions of at most two tokens a step."""
     sizes = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=2")
-    paid = ("reward=custom", "reward.name=plugs:digits", "objective=grpo", "trainer.lr=1e-3")
+    paid = ("reward=custom", "reward.name=plugs:digits", "objective=grpo", "trainer.lr=1e-3", "advantage=gae")
     return built_run(*SMALL, *paid, *sizes, f"run_dir={tmp_path_factory.mktemp('tiny') / 'run'}")
 
 
@@ -81,7 +81,8 @@ def objective_of(choice: Choice, options: dict[str, dict[str, Any]]) -> Objectiv
 
 def train_three_steps(run: Run, advantage: Callable[..., Tensor], objective: Objective) -> None:
     """Three steps from where the run stands; loss, gradient and every other metric are finite, and it moves."""
-    run.advantage, run.objective, run.pending = advantage, objective, []
+    critic = run.critic if needs_values(advantage) else None
+    run = replace(run, advantage=advantage, objective=objective, critic=critic, pending=[])
     before = parameters(run)
     for number in range(1, STEPS + 1):
         learnt = next_experience(run, number, clock)

@@ -13,7 +13,7 @@ from grpo_toolbox.cli.main import main
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.models.attention import PackedLayout, packed_layout
-from grpo_toolbox.models.forward import _predictors, _spread, completion_logps, packing_refusal
+from grpo_toolbox.models.forward import _predictors, completion_logps, packing_refusal, spread
 from grpo_toolbox.models.lora import LoraOptions, add_adapter
 from grpo_toolbox.models.tiny import build_tokenizer
 from grpo_toolbox.types import Prompt, Rollout, Sampling
@@ -93,7 +93,7 @@ def test_each_completion_token_is_predicted_by_the_one_before_it():
 
 
 def test_values_of_all_tokens_are_spread_row_after_row():
-    assert _spread(torch.arange(1.0, 11), GROUPS).tolist() == [
+    assert spread(torch.arange(1.0, 11), GROUPS).tolist() == [
         [1, 2, 3, 0],
         [4, 5, 0, 0],
         [6, 7, 8, 9],

@@ -24,7 +24,7 @@ LAYERS = (
     ("surrogates", "ratios", "advantages", "batch"),
     # models stand above batch: their forward pass takes one
     ("objectives", "rewards", "data", "models", "callbacks", "checkpoint"),
-    ("engines",),
+    ("engines", "critic"),
     ("rollout", "run"),
     ("evaluation", "update"),
     ("experience",),
@@ -61,7 +61,7 @@ WITHOUT_TORCH = (
 METHODS = {name for group, place in REGISTRIES.items() for name in (*registry(*place), *option_names(group))}
 METHODS |= {"grpo", "dapo", "ppo"}
 BLIND = (
-    *("trainer", "run", "update", "experience", "controllers", "batch", "rollout", "evaluation", "metrics"),
+    *("trainer", "run", "update", "critic", "experience", "controllers", "batch", "rollout", "evaluation", "metrics"),
     *("checkpoint", "engines", "models", "data", "ops"),
 )
 """Rooms that work the same whatever the method."""

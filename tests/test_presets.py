@@ -63,6 +63,16 @@ NUMBERS: dict[str, dict[str, Any]] = {
             **{"beta": 0.001, "kl": "k1", "kl_in": "reward"},
         },
     },
+    # Schulman et al. (2017), section 6.1 and table 3: ε .2, λ .95; beta, γ and the four passes are ours
+    "ppo": {
+        "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": True},
+        "objective": {
+            **{"name": "clipped", "clip_eps": 0.2, "clip_eps_high": None, "loss_agg": "token_mean"},
+            **{"beta": 0.001, "kl": "k1", "kl_in": "reward"},
+        },
+        "critic": {"clip": 0.2},
+        "trainer": {"ppo_epochs": 4},
+    },
     # Zheng et al. (2025), section 5.1: 3e-4 and 4e-4, four mini-batches per batch of rollouts
     "gspo": {
         "advantage": {"name": "group_relative", "std": "population"},
@@ -247,6 +257,11 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "prorl": BOUNDED,
     # four batches of prompts at once, of 55
     "gspo": ("rollout.prompts_per_step=8",),
+    # as its critic and its exploration want it: one completion of each of many prompts
+    "ppo": (
+        *("critic.lr=1e-3", "objective.entropy_coef=0.02", "trainer.schedule=linear", "trainer.max_steps=300"),
+        *("rollout.group_size=4", "rollout.prompts_per_step=48"),
+    ),
     # its own batch, length and learning rate are for other models
     "trl_default": (
         *("trainer.lr=1e-3", "rollout.prompts_per_step=16", "rollout.group_size=16", "rollout.max_new_tokens=3"),

@@ -6,6 +6,7 @@
     batch_normalized  (r − mean_group) / (std_batch + eps)          TRL's scale_rewards="batch"
     gdpo              each reward standardised in its group, summed, standardised in the batch   GDPO: Liu et al., 2026
     reinforce_pp      (r − Σ later KL − mean_batch) / std_batch      REINFORCE++: Hu et al., 2025
+    gae               Σ (γλ)^l δₜ₊ₗ of a critic's values             GAE: Schulman et al., 2015
 
 Options are keyword arguments; `advantage.name=my_module:my_fn` plugs in a function of the same shape.
 A row without any reward is left out of every mean and gets 0; so does the only scored row of a group (it has nothing
@@ -17,10 +18,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.types import Scores
@@ -110,6 +112,47 @@ def reinforce_pp(
     return _finish(standard, scored.to(rewards.dtype) if rewards.is_floating_point() else scored.float())
 
 
+def gae(
+    rewards: Tensor,
+    *,
+    values: Tensor | None = None,
+    penalty: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    whiten: bool = True,
+) -> Tensor:
+    """Return Âₜ = Σ_l (γλ)^l δₜ₊ₗ with δₜ = rₜ + γVₜ₊₁ − Vₜ (Schulman et al., 2015). `(P, G)` -> `(P, G, T)`.
+
+    `values` (P, G, T) is the critic's V before each token, NaN off the completion; after the last token V is 0. The
+    reward comes at the last token, `penalty` (P, G, T), beta · KL, off each token's own. `whiten` makes mean 0 and
+    (population) std 1 of all tokens. Works with G = 1.
+    """
+    scored = _finite(rewards, "gae")
+    if values is None:
+        raise ConfigError(
+            "advantage=gae needs a critic's values (P, G, T): `toolbox train` builds one (critic.*); called as a "
+            "function it takes them as values=."
+        )
+    real = ~values.isnan()
+    worth = values.double().nan_to_num(0.0)
+    following = nn.functional.pad(worth[..., 1:], (0, 1))
+    last = real & ~nn.functional.pad(real[..., 1:], (0, 1))
+    paid = torch.where(last, scored.nan_to_num(0.0).unsqueeze(-1), 0.0)
+    if penalty is not None:
+        paid = paid - penalty.double().nan_to_num(0.0)
+    delta = paid + gamma * following - worth
+    advantages = torch.zeros_like(delta)
+    running = torch.zeros_like(scored)
+    for place in reversed(range(delta.shape[-1])):
+        running = delta[..., place] + gamma * lam * running
+        advantages[..., place] = running
+    advantages = torch.where(real & scored.isfinite().unsqueeze(-1), advantages, torch.nan)
+    if whiten:
+        centred = _centre(advantages.reshape(1, -1)).reshape(advantages.shape)
+        advantages = centred / (centred.square().nanmean().sqrt() + 1e-8)
+    return _finish(advantages, rewards.unsqueeze(-1))
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "group_relative": group_relative,
     "dr_grpo": dr_grpo,
@@ -117,21 +160,39 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "batch_normalized": batch_normalized,
     "gdpo": gdpo,
     "reinforce_pp": reinforce_pp,
+    "gae": gae,
 }
 
 
-def estimate(advantage: Callable[..., Tensor], scores: Scores, penalty: Tensor | None = None) -> Tensor:
-    """Call an estimator with the rewards (P, G) and whatever else it names: `components`, `weights`, `penalty`.
+def estimate(
+    advantage: Callable[..., Tensor], scores: Scores, penalty: Tensor | None = None, values: Tensor | None = None
+) -> Tensor:
+    """Call an estimator with the rewards (P, G) and what else it names: `components`, `weights`, `penalty`, `values`.
 
     `penalty` (P, G, T) is beta · KL per token where the KL is in the reward; an estimator that does not name it gets
-    rewards less the penalty of the whole completion (RLOO).
+    rewards less the penalty of the whole completion (RLOO). `values` (P, G, T) are a critic's.
     """
     names = inspect.signature(advantage).parameters
     offered = {"components": scores.components, "weights": torch.tensor(scores.weights), "penalty": penalty}
+    offered["values"] = values
     rewards = scores.total
     if penalty is not None and "penalty" not in names:
         rewards = rewards - penalty.nansum(dim=-1)
     return advantage(rewards, **{name: value for name, value in offered.items() if name in names})
+
+
+def needs_values(advantage: Callable[..., Tensor]) -> bool:
+    """Tell whether an estimator names `values`: then the run has a critic."""
+    return "values" in inspect.signature(advantage).parameters
+
+
+def value_targets(
+    advantage: Callable[..., Tensor], scores: Scores, values: Tensor, penalty: Tensor | None = None
+) -> Tensor:
+    """Return what the critic is to learn, Â + V with Â not whitened, (P, G, T); NaN where nothing is to be learnt."""
+    raw = {"whiten": False} if "whiten" in inspect.signature(advantage).parameters else {}
+    returns = estimate(partial(advantage, **raw), scores, penalty, values) + values
+    return torch.where(scores.total.isnan().unsqueeze(-1), torch.nan, returns)
 
 
 def _scored(rewards: Tensor, name: str) -> Tensor:

@@ -38,6 +38,10 @@ class Batch:
     """(B, T) under the policy that the update started from; None while that is the policy itself."""
     ref_logps: Tensor | None = None
     """(B, T) under the reference."""
+    values: Tensor | None = None
+    """(B, T) the critic's, when the rollouts were judged."""
+    returns: Tensor | None = None
+    """(B, T) what the critic is to learn; NaN where nothing."""
     trained: Tensor | None = None
     """(B, T) which of the masked tokens the surrogate trains; None is all of them."""
 

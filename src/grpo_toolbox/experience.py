@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_toolbox.advantages import estimate
+from grpo_toolbox.advantages import estimate, value_targets
 from grpo_toolbox.batch import Batch, collate
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.metrics import without_spread
@@ -33,6 +33,11 @@ def next_experience(run: Run, number: int, clock: Clock) -> Experience:
 def batch_of(run: Run, experience: Experience) -> Batch:
     """Put the groups that are trained into one batch; off-policy ones carry π_old's log-probs."""
     batch = collate(experience.rollouts, experience.advantages, mask_truncated=run.objective.mask_truncated)
+    if experience.values is not None and experience.returns is not None:
+        values, returns = (
+            one.flatten(0, 1)[:, : batch.mask.shape[1]] for one in (experience.values, experience.returns)
+        )
+        batch = replace(batch, values=values, returns=returns)
     if len(experience.kept) < experience.advantages.shape[0]:
         batch = batch.select(_rows(experience.kept, run.group_size))
     return replace(batch, old_logps=batch.sampler_logps) if experience.off_policy else batch
@@ -46,12 +51,21 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     kept = (~without_spread(scores.total)).nonzero().squeeze(1).tolist()[:wanted] if dynamic else list(range(made))
     _stop_when_empty(run, kept)
     penalty = reward_penalty(run, rollouts)
+    values = _values(run, rollouts)
     metrics: dict[str, float] = {}
     if dynamic:
         metrics |= {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted}
     if penalty is not None:
         metrics["kl"] = float(penalty.nanmean()) / run.controlled_objective().beta
-    whole = Experience(rollouts, scores, _advantages(run, scores, penalty, kept), kept, metrics)
+    whole = Experience(
+        rollouts,
+        scores,
+        _advantages(run, scores, penalty, values, kept),
+        kept,
+        metrics,
+        values=values,
+        returns=None if values is None else value_targets(run.advantage, scores, values, penalty),
+    )
     steps = run.generation.steps_per_generation
     if steps == 1:
         return [whole]
@@ -94,15 +108,25 @@ def _seeded(sampling: Sampling, number: int, turn: int) -> Sampling:
     return replace(sampling, seed=sampling.seed * 1_000_003 + number + (turn << 40))
 
 
-def _advantages(run: Run, scores: Scores, penalty: Tensor | None, kept: Sequence[int]) -> Tensor:
+def _values(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
+    """Return the critic's values (P, G, T) before each token, NaN off the completions, where there is a critic."""
+    if run.critic is None:
+        return None
+    batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
+    values = torch.where(batch.mask, run.critic.values(batch), torch.nan)
+    return values.reshape(-1, run.group_size, values.shape[1])
+
+
+def _advantages(run: Run, scores: Scores, penalty: Tensor | None, values: Tensor | None, kept: Sequence[int]) -> Tensor:
     """Estimate over the kept groups alone; the others get exactly 0."""
     if len(kept) == scores.total.shape[0]:
-        return estimate(run.advantage, scores, penalty)
+        return estimate(run.advantage, scores, penalty, values)
     advantages = torch.zeros_like(scores.total)
     if not kept:
         return advantages
     groups = torch.tensor(kept)
-    found = estimate(run.advantage, _groups_of(scores, kept), None if penalty is None else penalty[groups])
+    per_token = [None if column is None else column[groups] for column in (penalty, values)]
+    found = estimate(run.advantage, _groups_of(scores, kept), *per_token)
     if found.ndim == 3:
         advantages = torch.zeros(*scores.total.shape, found.shape[2])
     return advantages.index_copy(0, groups, found)
@@ -136,6 +160,8 @@ def _take(whole: Experience, groups: Sequence[int]) -> Experience:
         advantages=whole.advantages[index],
         kept=[place for place, group in enumerate(groups) if group in set(whole.kept)],
         metrics=whole.metrics if first else {},
+        values=None if whole.values is None else whole.values[index],
+        returns=None if whole.returns is None else whole.returns[index],
     )
 
 

@@ -131,6 +131,7 @@ def gradient(run: Run, batch: Batch, objective: Objective | None = None, **setti
         reference=None,
         entropy_control=None,
         kl_control=None,
+        critic=None,
         settings=replace(run.settings, **(whole | settings)),
     )
     metrics = update(probe, batch, 1)

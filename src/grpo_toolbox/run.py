@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grpo_toolbox.callbacks import Callback
 from grpo_toolbox.controllers import EntropyControl, KlControl
+from grpo_toolbox.critic import Critic
 from grpo_toolbox.data import PromptStream
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.models.load import Reference
@@ -59,6 +60,10 @@ class Experience:
     kept: Sequence[int]
     """Groups that are trained; dynamic sampling leaves out those without spread."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    values: Tensor | None = None
+    """(P, G, T) the critic's, NaN off the completions."""
+    returns: Tensor | None = None
+    """(P, G, T) what the critic is to learn; NaN where nothing."""
     off_policy: bool = False
     """Whether the policy has moved since these were sampled: then their log-probs are π_old's."""
 
@@ -107,6 +112,8 @@ class Run:
     """Metrics of the last finished step while its evaluation is due: a run that stops in it evaluates when resumed."""
     entropy_control: EntropyControl | None = None
     kl_control: KlControl | None = None
+    critic: Critic | None = None
+    """Where the advantage asks for values."""
     reference_every: int = 0
     """Steps between refreshes of the reference; 0 keeps it as it was loaded."""
     reference_mix: float = 1.0

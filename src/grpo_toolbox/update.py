@@ -23,7 +23,20 @@ from grpo_toolbox.types import Rollout
 
 
 def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
-    """Take `ppo_epochs` optimizer steps on one batch and return the metrics of what was trained."""
+    """Take `ppo_epochs` optimizer steps on one batch and return the metrics of what was trained: policy and critic."""
+    # a generation that serves several steps is gone through several times by those steps, not within one
+    epochs = run.settings.ppo_epochs if run.generation.steps_per_generation == 1 else 1
+    critic = run.critic
+    if critic is None:
+        return _update_policy(run, batch, number, epochs)
+    waits = number <= critic.settings.pretrain_steps
+    metrics = {} if waits else _update_policy(run, batch, number, epochs)
+    run.moving = True
+    shown = {"critic/pretraining": float(waits)} if critic.settings.pretrain_steps else {}
+    return metrics | critic.update(batch, number, epochs) | shown
+
+
+def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str, float]:
     settings, objective = run.settings, run.controlled_objective()
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
     skip = settings.skip_zero_advantage and objective.zero_advantage_is_zero_gradient
@@ -33,8 +46,6 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     meter = Meter()
-    # a generation that serves several steps is gone through several times by those steps, not within one
-    epochs = settings.ppo_epochs if run.generation.steps_per_generation == 1 else 1
     run.policy.train()
     for epoch in range(epochs):
         for index, micro in enumerate(micros):

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.advantages import ADVANTAGES
+from grpo_toolbox.advantages import ADVANTAGES, needs_values
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint, seed_rng
 from grpo_toolbox.config.inputs import Inputs, fitting_reward, prompts_per_generation
 from grpo_toolbox.config.options import bind, resolve
 from grpo_toolbox.config.probe import check_estimator, check_surrogate
 from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.controllers import EntropyControl, KlControl
+from grpo_toolbox.critic import Critic, CriticSettings
 from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.hf import HfEngine
@@ -54,7 +55,7 @@ class Parts:
     """What can be built and checked without a model."""
 
     reward: Reward
-    advantage: Callable[[Tensor], Tensor]
+    advantage: Callable[..., Tensor]
     objective: Objective
     tokenizer: Any
     prompts: list[Prompt]
@@ -97,6 +98,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         device=device,
         entropy_control=_entropy_control(parts.objective),
         kl_control=_kl_control(parts.objective),
+        critic=_critic(config, parts, device, packs) if needs_values(parts.advantage) else None,
         reference_every=trainer.reference_every,
         reference_mix=trainer.reference_mix,
     )
@@ -204,9 +206,7 @@ def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.devi
     """Tell whether the model takes the packed layout, and say so once where it does not."""
     if not config.trainer.packing and config.rollout.engine != "local":
         return False
-    longest_prompt = max(len(prompt.ids) for prompt in (*parts.prompts, *parts.eval_prompts))
-    longest = longest_prompt + config.rollout.max_new_tokens
-    refusal = packing_refusal(model, len(parts.tokenizer), longest, device)
+    refusal = packing_refusal(model, len(parts.tokenizer), _longest(config, parts), device)
     if refusal is not None:
         log.warning(
             "%s does not take the packed layout (%s): it is trained with padding and sampled with plain generate, "
@@ -215,6 +215,43 @@ def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.devi
             refusal,
         )
     return refusal is None
+
+
+def _longest(config: RunConfig, parts: Parts) -> int:
+    """Return the most tokens that a prompt and its completion may have."""
+    return max(len(one.ids) for one in (*parts.prompts, *parts.eval_prompts)) + config.rollout.max_new_tokens
+
+
+def _critic(config: RunConfig, parts: Parts, device: torch.device, packs: bool) -> Critic:
+    """Load the critic: the policy's checkpoint once more, without an adapter, or one of its own."""
+    path = config.critic.path or config.model.path
+    model: Any = load_model(
+        path,
+        device=device,
+        device_map=config.model.device_map,
+        attn_implementation=config.model.attn_implementation,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    room = model.get_input_embeddings().num_embeddings
+    if room < len(parts.tokenizer):
+        raise ConfigError(
+            f"critic.path={path} knows {room} tokens, and the policy's tokenizer has {len(parts.tokenizer)}: set "
+            "critic.path to a model with the policy's tokenizer, or to null for the policy's own weights."
+        )
+    packed = config.trainer.packing and packs
+    if packed and config.critic.path:
+        packed = packing_refusal(model, len(parts.tokenizer), _longest(config, parts), device) is None
+    settings = CriticSettings(
+        lr=config.critic.lr,
+        clip=config.critic.clip,
+        max_grad_norm=config.critic.max_grad_norm,
+        pretrain_steps=config.critic.pretrain_steps,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        packed=packed,
+        autocast=_autocast_dtype(config.trainer, device),
+    )
+    return Critic(model, settings, device)
 
 
 def _engine(

@@ -43,6 +43,8 @@ NOT_NEGATIVE = (
     "rollout.temperature",
     "rollout.top_k",
     "rollout.min_p",
+    "critic.lr",
+    "critic.pretrain_steps",
     "trainer.lr",
     "trainer.warmup_steps",
     "trainer.weight_decay",
@@ -85,8 +87,11 @@ def check_config(config: RunConfig) -> None:
         value = getattr(config, key)
         if value is not None and not value.strip():
             raise ConfigError(f"{key}= is blank: give it a value, or leave it out.")
-    if not config.trainer.max_grad_norm > 0:
-        raise ConfigError(f"trainer.max_grad_norm={config.trainer.max_grad_norm} must be above 0; inf never clips.")
+    for key in ("trainer.max_grad_norm", "critic.max_grad_norm"):
+        if not _get(config, key) > 0:
+            raise ConfigError(f"{key}={_get(config, key)} must be above 0; inf never clips.")
+    if config.critic.clip is not None and not config.critic.clip > 0:
+        raise ConfigError(f"critic.clip={config.critic.clip} must be above 0; null never clips.")
     if config.trainer.eval_every and not _has_eval_data(config):
         raise ConfigError(
             f"trainer.eval_every={config.trainer.eval_every} has nothing to evaluate on: set data.eval_size, "

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from grpo_toolbox.advantages import needs_values
 from grpo_toolbox.errors import ConfigError, ToolboxError
 from grpo_toolbox.objectives import Objective, call_surrogate
 
 
-def check_estimator(advantage: Callable[[Tensor], Tensor], group_size: int) -> None:
+def check_estimator(advantage: Callable[..., Tensor], group_size: int) -> None:
     """Let the estimator itself refuse a group size it cannot work with, or options it does not take."""
     probe = torch.arange(2 * group_size, dtype=torch.float32).reshape(2, group_size)
     with _probing("advantage"):
-        result = advantage(probe)
+        result = advantage(probe, **({"values": torch.zeros(2, group_size, 3)} if needs_values(advantage) else {}))
     if not isinstance(result, Tensor) or result.shape[:2] != probe.shape or not bool(torch.isfinite(result).all()):
         raise ConfigError(
             f"the advantage function returned {getattr(result, 'shape', type(result).__name__)} for rewards of shape "

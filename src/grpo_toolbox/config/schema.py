@@ -129,6 +129,22 @@ class RolloutConfig:
 
 
 @dataclass
+class CriticConfig:
+    """The value model of advantage=gae; other estimators have none."""
+
+    path: str | None = None
+    """Where its weights start, with the policy's tokenizer; null: at the policy's, without an adapter."""
+    lr: float = 1e-5
+    """Learning rate, constant."""
+    clip: float | None = 0.2
+    """How far a value may move from the one the rollouts were judged by before its gradient ends; null: any way."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this norm; inf never does (.inf in YAML)."""
+    pretrain_steps: int = 0
+    """For so many steps the critic alone learns, and the policy stays as it is."""
+
+
+@dataclass
 class TrainerConfig:
     """The loop and the optimizer."""
 
@@ -200,5 +216,6 @@ class RunConfig:
     reward: dict[str, Any] = field(default_factory=dict)
     advantage: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf"
-SCHEMA_GROUPS = {"model": "ModelConfig", "data": "DataConfig", "rollout": "RolloutConfig", "trainer": "TrainerConfig"}
+SCHEMA_GROUPS = {
+    "model": "ModelConfig",
+    "data": "DataConfig",
+    "rollout": "RolloutConfig",
+    "critic": "CriticConfig",
+    "trainer": "TrainerConfig",
+}
 OPEN_GROUPS = ("reward", "advantage", "objective", "callbacks")
 """Groups whose keys depend on the option chosen."""
 
@@ -18,7 +24,7 @@ def groups() -> list[str]:
     return sorted(folder.name for folder in CONF.iterdir() if folder.is_dir() and not folder.name.startswith("_"))
 
 
-HANDED_IN = ("mask", "components", "weights", "penalty")
+HANDED_IN = ("mask", "components", "weights", "penalty", "values")
 """Keyword arguments that the loop hands to a function which names them; they are not options."""
 
 

@@ -53,7 +53,21 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:
+    """Return the last hidden state (N, H) that predicts each token of the completions, row after row."""
+    return (_packed_hidden if packed else _padded_hidden)(plain_model(model), batch)
+
+
 def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    targets = torch.tensor([token for row in batch.completions for token in row], device=batch.mask.device)
+    hidden = _packed_hidden(model, batch)
+    head = _plain_head(model)
+    in_float32 = isinstance(head, Float32Head)
+    logps, entropy = head_logps_and_entropy(hidden, head.weight, targets, temperature, in_float32=in_float32)
+    return spread(logps, batch), spread(entropy, batch)
+
+
+def _packed_hidden(model: Any, batch: Batch) -> Tensor:
     device = batch.mask.device
     heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
     prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
@@ -69,15 +83,7 @@ def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tenso
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]  # (N, H)
-    head = _plain_head(model)
-    logps, entropy = head_logps_and_entropy(
-        hidden[_predictors(batch, prompt_lengths, lengths).to(device)],
-        head.weight,
-        torch.tensor([token for row in batch.completions for token in row], device=device),
-        temperature,
-        in_float32=isinstance(head, Float32Head),
-    )
-    return _spread(logps, batch), _spread(entropy, batch)
+    return hidden[_predictors(batch, prompt_lengths, lengths).to(device)]
 
 
 def decoder(model: Any) -> Any:
@@ -110,7 +116,7 @@ def _predictors(batch: Batch, prompt_lengths: list[int], lengths: list[int]) -> 
     return torch.tensor(predictors, dtype=torch.long)
 
 
-def _spread(flat: Tensor, batch: Batch) -> Tensor:
+def spread(flat: Tensor, batch: Batch) -> Tensor:
     """Put values of all completion tokens, row after row, back into (B, T)."""
     lengths = torch.tensor([len(ids) for ids in batch.completions], device=flat.device)
     real = torch.arange(batch.mask.shape[1], device=flat.device) < lengths.unsqueeze(1)
@@ -119,20 +125,32 @@ def _spread(flat: Tensor, batch: Batch) -> Tensor:
 
 def _padded(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """The plain way: one row per completion, prompt repeated, padded on the right, full logits."""
+    input_ids, real, targets, inside = _padded_rows(batch)
+    logits = model(input_ids=input_ids, attention_mask=real.long(), use_cache=False).logits  # (B, S, V)
+    row = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
+    logps, entropy = logps_and_entropy(logits[row, targets - 1], input_ids[row, targets], temperature)
+    return torch.where(inside, logps, 0.0), torch.where(inside, entropy, 0.0)
+
+
+def _padded_hidden(model: Any, batch: Batch) -> Tensor:
+    input_ids, real, targets, inside = _padded_rows(batch)
+    hidden = decoder(model)(input_ids=input_ids, attention_mask=real.long(), use_cache=False).last_hidden_state
+    row = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
+    return hidden[row, targets - 1][inside]
+
+
+def _padded_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return token ids (B, S), which of them are real, where each completion token stands (B, T), and which exist."""
     device = batch.mask.device
     rows = [(*batch.prompts[group], *ids) for group, ids in zip(batch.group, batch.completions, strict=True)]
     width = max(map(len, rows))
     input_ids = torch.tensor([[*row, *([0] * (width - len(row)))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     real = torch.arange(width, device=device) < lengths.unsqueeze(1)
-    logits = model(input_ids=input_ids, attention_mask=real.long(), use_cache=False).logits  # (B, S, V)
     starts = torch.tensor([len(batch.prompts[group]) for group in batch.group], device=device)
     targets = starts.unsqueeze(1) + torch.arange(batch.mask.shape[1], device=device)  # (B, T)
     inside = targets < lengths.unsqueeze(1)
-    targets = targets.clamp(max=width - 1)
-    row = torch.arange(len(rows), device=device).unsqueeze(1)
-    logps, entropy = logps_and_entropy(logits[row, targets - 1], input_ids[row, targets], temperature)
-    return torch.where(inside, logps, 0.0), torch.where(inside, entropy, 0.0)
+    return input_ids, real, targets.clamp(max=width - 1), inside
 
 
 def packing_refusal(model: nn.Module, vocabulary: int, longest: int, device: torch.device) -> str | None:
