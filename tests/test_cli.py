@@ -153,7 +153,8 @@ def test_an_unknown_command_or_help_topic_names_what_there_is(answers: Answers) 
     assert (answers["nosuch"]["code"], answers["launch experiment=x"]["code"]) == (2, 2)
     launch = "toolbox: 'launch' is not a command: train, verify, traces, memory, models.\n"
     assert answers["launch experiment=x"]["err"] == launch
-    assert "--help='nosuch' is not an option: advantage, callbacks, critic, data" in answers["train --help nosuch"]["err"]
+    listed = "--help='nosuch' is not an option: advantage, callbacks, critic, data"
+    assert listed in answers["train --help nosuch"]["err"]
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:
