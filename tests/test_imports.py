@@ -20,7 +20,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 
 LAYERS = (
     ("types", "errors"),
-    ("ops", "schedule", "interrupts", "metrics", "controllers"),
+    ("ops", "plugins", "schedule", "interrupts", "metrics", "controllers"),
     ("surrogates", "ratios", "advantages", "batch"),
     # models stand above batch: their forward pass takes one
     ("objectives", "rewards", "data", "models", "callbacks", "checkpoint"),
@@ -50,7 +50,18 @@ ROOMS_OF = {
 """Packages that may be imported at a module's top, and where; all others only inside the function that needs them."""
 
 WITHOUT_TORCH = (
-    *("types", "errors", "schedule", "interrupts", "data", "rewards", "callbacks", "models.paths", "models.lora"),
+    *(
+        "types",
+        "errors",
+        "plugins",
+        "schedule",
+        "interrupts",
+        "data",
+        "rewards",
+        "callbacks",
+        "models.paths",
+        "models.lora",
+    ),
     *("callbacks.display", "callbacks.memory_writer", "callbacks.trace_summary", "models.load"),
     *("config.schema", "config.source", "config.keys", "config.options", "config.check", "config.typed"),
     *("config.inputs", "config.folder"),

@@ -240,6 +240,21 @@ def seed_rng(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def copy_parameters(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], whose: str, keys: str) -> None:
+    """Put saved parameters back; a ToolboxError for other names or shapes says which settings, `keys`, to keep."""
+    foreign = {(name, value.shape) for name, value in saved.items()} ^ {
+        (name, value.shape) for name, value in own.items()
+    }
+    if foreign:
+        raise ToolboxError(
+            f"the checkpoint's parameters are not this {whose}'s (first difference: {min(foreign)[0]}): resume with "
+            f"the {keys} the run was started with."
+        )
+    with torch.no_grad():
+        for name, value in saved.items():
+            own[name].copy_(value)
+
+
 def capture_rng() -> dict[str, Any]:
     """Return the states of Python's, numpy's, torch's CPU and every CUDA device's generator, as plain values."""
     name, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)

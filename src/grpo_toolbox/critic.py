@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch, micro_batches
-from grpo_toolbox.errors import ToolboxError, TrainingError
+from grpo_toolbox.checkpoint import copy_parameters
+from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.models.forward import autocast, completion_hidden, decoder, spread
 
 
@@ -100,17 +101,7 @@ class Critic:
 
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer: bool = True) -> None:
         """Go on from a saved state; without `load_optimizer` its moments start from zero."""
-        own = self._parameters()
-        saved = {(name, value.shape) for name, value in state["parameters"].items()}
-        foreign = saved ^ {(name, value.shape) for name, value in own.items()}
-        if foreign:
-            raise ToolboxError(
-                f"the checkpoint's critic is not this one (first difference: {min(foreign)[0]}): resume with the "
-                "critic.path the run was started with."
-            )
-        with torch.no_grad():
-            for name, value in state["parameters"].items():
-                own[name].copy_(value)
+        copy_parameters(self._parameters(), state["parameters"], "critic", "critic.path")
         if load_optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
 

@@ -14,10 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from grpo_toolbox.checkpoint import capture_rng, restore_rng, save_checkpoint
-from grpo_toolbox.errors import ToolboxError
+from grpo_toolbox.checkpoint import capture_rng, copy_parameters, restore_rng, save_checkpoint
 from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.experience import batch_of, from_state, next_experience, to_state
 from grpo_toolbox.interrupts import GracefulStop, Interrupted
@@ -182,16 +179,7 @@ def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) 
     Without `load_optimizer` its moments start from zero.
     """
     parameters = {name: value for name, value in run.policy.named_parameters() if value.requires_grad}
-    saved = {(name, value.shape) for name, value in state["parameters"].items()}
-    foreign = saved ^ {(name, value.shape) for name, value in parameters.items()}
-    if foreign:
-        raise ToolboxError(
-            f"the checkpoint's parameters are not this model's (first difference: {min(foreign)[0]}): resume with "
-            "the model.* settings the run was started with."
-        )
-    with torch.no_grad():
-        for name, value in state["parameters"].items():
-            parameters[name].copy_(value)
+    copy_parameters(parameters, state["parameters"], "model", "model.* settings")
     if load_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
     run.data.load_state_dict(state["data"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from grpo_toolbox.config.source import HANDED_IN, class_fields, keyword_options, registry
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
+from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards import REWARDS, check_options
 from grpo_toolbox.rewards.signatures import CONTRACT
 
@@ -23,26 +23,6 @@ _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 def resolve(group: str, name: str, registry: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the function that `<group>.name` means: a name of `registry`, or `my_module:my_fn`."""
     return plug_in(group, name) if ":" in name else registry[_known(group, name, registry)]
-
-
-def plug_in(group: str, name: str) -> Callable[..., Any]:
-    """Import the user's function `my_module:my_fn`."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"{group}.name={name!r}: importing {module_name!r} failed ({type(error).__name__}: {error}). It must be "
-            "installed, or lie in the working directory."
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"{group}.name={name!r}: {module_name} has no function {attribute!r}; it has: "
-            f"{', '.join(sorted(names)) or 'none'}.{suggest(attribute, names)}"
-        )
-    return function
 
 
 def bind(group: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
+from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards.contract import ON_ERROR, Component, Reward, RewardFunction, combine
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
@@ -68,20 +66,20 @@ def check_options(name: str, *, on_error: str = "stop", where: str = "reward", *
         raise unknown_option(f"{where}.on_error", on_error, ON_ERROR)
     if not isinstance(name, str) or (name not in REWARDS and ":" not in name):
         raise unknown_option(f"{where}.name", name, [*REWARDS, "my_module:my_fn"])
-    target = _load(name, where) if ":" in name else REWARDS[name]
-    plug_in = ":" in name and not inspect.isclass(target)
+    target = plug_in(where, name) if ":" in name else REWARDS[name]
+    is_function = ":" in name and not inspect.isclass(target)
     parameters = [
         parameter
         for parameter in inspect.signature(target).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and not (plug_in and parameter.name in CONTRACT)
+        and not (is_function and parameter.name in CONTRACT)
     ]
     known = [parameter.name for parameter in parameters]
     for key in options:
         if key not in known:
             listed = ", ".join(known) or "it has none"
             raise ConfigError(f"{where}.{key} is not an option of {name}: {listed}.{suggest(key, known)}")
-    if not plug_in:  # a plug-in's parameters without default are data columns
+    if not is_function:  # a plug-in's parameters without default are data columns
         missing = [p.name for p in parameters if p.default is p.empty and options.get(p.name) in (None, "???")]
         if missing:
             raise ConfigError(f"{where}.name={name} needs {where}.{missing[0]}: set {where}.{missing[0]}=...")
@@ -99,25 +97,3 @@ def _check_parts(components: Any, where: str) -> None:
             raise ConfigError(f"{part} has no name: write {{name: exact_match, weight: 1.0}}.")
         options = {key: value for key, value in component.items() if key != "weight"}
         check_options(where=part, **options)
-
-
-def _load(name: str, where: str) -> Callable[..., Any]:
-    """Import `my_module:my_fn`, also from the working directory."""
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # an installed command does not look there by itself
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"{where}.name={name!r}: importing {module_name!r} failed ({type(error).__name__}: {error})."
-            " It must be installed, or lie in the working directory."
-        ) from error
-    target = getattr(module, attribute, None)
-    if not callable(target):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"{where}.name={name!r}: {module_name} has no function {attribute!r}; it has:"
-            f" {', '.join(sorted(names)) or 'none'}.{suggest(attribute, names)}"
-        )
-    return target
