@@ -335,11 +335,26 @@ def test_a_step_that_breaks_in_its_second_epoch_is_not_saved(
     assert toolbox_train(*DIGITS, *broken, "trainer.max_steps=8", f"run_dir={run_dir}") == 1
     said = capsys.readouterr().err
     assert "step 5: the loss is not finite" in said
-    assert "the newest checkpoint is the one to go back to" in said
+    assert "so the newest checkpoint, that of step 3, is the one to go back to" in said
     assert (steps(run_dir), checkpoints(run_dir)) == ([1, 2, 3, 4], [3])
     given = (*DIGITS, "trainer.ppo_epochs=2", "trainer.max_steps=3")
     assert toolbox_train(*given, f"run_dir={tmp_path / 'whole'}") == 0
     assert differences(state(run_dir), state(tmp_path / "whole")) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "left"), [(2, "no parameter has moved yet"), (3, "and there is no checkpoint to go back to")]
+)
+def test_a_first_step_that_breaks_says_that_there_is_nothing_to_go_back_to(
+    call: int, left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Call 2 of the surrogate is the first epoch of step 1, in which nothing has moved; call 3 its second."""
+    broken = ("objective.name=plugs:nan_in_call", f"+objective.call={call}", "trainer.ppo_epochs=2")
+    assert toolbox_train(*DIGITS, *broken, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}") == 1
+    said = capsys.readouterr().err
+    assert left in said
+    assert "newest" not in said
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_gradient_that_is_not_finite_does_not_reach_the_parameters(tmp_path: Path) -> None:

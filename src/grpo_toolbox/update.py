@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
+from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.models.forward import autocast, completion_logps
 from grpo_toolbox.objectives import kl_penalty, loss_and_terms, mismatch
@@ -142,19 +143,25 @@ def _step(run: Run, meter: Meter, number: int) -> float:
     if not (meter.is_finite() and norm < float("inf")):
         run.optimizer.zero_grad(set_to_none=True)
         what = "loss" if not meter.is_finite() else "gradient"
-        kept = (
-            "earlier epochs of the step have moved the parameters, so the newest checkpoint is the one to go back to"
-            if run.moving
-            else f"the parameters are still those of step {number - 1}"
-        )
         raise TrainingError(
-            f"step {number}: the {what} is not finite, so the optimizer was not called; {kept}. "
+            f"step {number}: the {what} is not finite, so the optimizer was not called; {_what_is_left(run, number)}. "
             "Lower trainer.lr or trainer.max_grad_norm, or look at what the step was trained on."
         )
     run.moving = True
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def _what_is_left(run: Run, number: int) -> str:
+    """Say where a run stands whose step `number` broke off: whose parameters it has, and what can be gone back to."""
+    if not run.moving:
+        return f"the parameters are still those of step {number - 1}" if number > 1 else "no parameter has moved yet"
+    newest = latest_checkpoint(run.info.run_dir / "checkpoints", warn=False)
+    moved = "earlier epochs of the step have moved the parameters"
+    if newest is None:
+        return f"{moved}, and there is no checkpoint to go back to (trainer.save_every=N saves every N steps)"
+    return f"{moved}, so the newest checkpoint, that of step {finished_step(newest)}, is the one to go back to"
 
 
 class Meter:
