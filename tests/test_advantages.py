@@ -377,6 +377,36 @@ def test_reinforce_pp_by_hand() -> None:
     _close(found, expected)
 
 
+def test_rloo_bounds_the_reward_before_the_kl_is_taken_off() -> None:
+    # 9, −9, .5 in [−1, 2] are 2, −1, .5; less the KL .5, 0, .25: 1.5, −1, .25. Minus the others' mean: 1.5 + .375,
+    # −1 − .875, .25 − .25
+    rewards = torch.tensor([[9.0, -9.0, 0.5]])
+    penalty = torch.tensor([[[0.125, 0.375], [0.0, math.nan], [0.25, 0.0]]])
+    _close(rloo(rewards, penalty=penalty, reward_min=-1.0, reward_max=2.0), torch.tensor([[1.875, -1.875, 0.0]]))
+    # one bound alone; a row without reward is none of the others
+    _close(rloo(torch.tensor([[9.0, NONE, 0.0]]), reward_max=1.0), torch.tensor([[1.0, 0.0, -1.0]]))
+    _close(rloo(torch.tensor([[-9.0, 1.0]]), reward_min=0.0), torch.tensor([[-1.0, 1.0]]))
+
+
+def test_rloo_divides_by_the_std_of_the_batchs_advantages() -> None:
+    # groups (1, 0) and (4, 0): ±1 and ±4, squares 34 over 4 − 1 degrees: std √(34/3) = 3.366502, plus 1e-4
+    found = rloo(torch.tensor([[1.0, 0.0], [4.0, 0.0]], dtype=torch.float64), normalize=True)
+    one = 1 / (math.sqrt(34 / 3) + 1e-4)
+    _close(found, torch.tensor([[one, -one], [4 * one, -4 * one]], dtype=torch.float64))
+    # a group without spread counts with its zeros (2 over 3), one with a single scored row does not (2 over 1)
+    equal, single = ([0.7, 0.7], 2 / 3), ([0.7, NONE], 2.0)
+    for other, variance in (equal, single):
+        found = rloo(torch.tensor([[1.0, 0.0], other], dtype=torch.float64), normalize=True)
+        one = 1 / (math.sqrt(variance) + 1e-4)
+        _close(found, torch.tensor([[one, -one], [0.0, 0.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (0.5, 0.5), (math.nan, 1.0)])
+def test_rloo_refuses_bounds_the_wrong_way_round(low: float, high: float) -> None:
+    with pytest.raises(ConfigError, match=r"advantage\.reward_min=.* must be below advantage\.reward_max="):
+        rloo(EIGHT, reward_min=low, reward_max=high)
+
+
 def test_reinforce_pp_works_on_groups_of_one() -> None:
     assert reinforce_pp(torch.tensor([[1.0], [0.0]]), eps=0.0).tolist() == [[1.0], [-1.0]]
 

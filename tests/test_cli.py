@@ -45,7 +45,7 @@ MISTYPED = {
     "model.lora.rank=3": "model.lora.rank is not a setting. model.lora has: r, alpha, dropout, target_modules.",
     "+trainer.max_step=3": "trainer.max_step is not a setting. Did you mean trainer.max_steps?",
     "objective.clip_ep=0.1": "objective.clip_ep is not a setting. Did you mean objective.clip_eps?",
-    "advantage=rloo advantage.eps=1": "advantage.eps is not a setting. advantage has: name.",
+    "advantage=dr_grpo advantage.eps=1": "advantage.eps is not a setting. advantage has: name.",
     "+advantage.epsilon=1": "advantage.epsilon is not an option of group_relative, which takes: std, eps.",
     "reward.extrac=boxed": "reward.extrac is not a setting. Did you mean reward.extract?",
     "reward.extract=boxd": "reward.extract='boxd' is not an option: boxed, hash, last_number, regex, whole.",

@@ -118,8 +118,8 @@ def test_a_users_experiment_builds_on_another_with_another_reward() -> None:
             "reward.extrac is not an option of exact_match: extract, pattern",
         ),
         (
-            "# @package _global_\nadvantage: {name: rloo, eps: 3}",
-            "advantage.eps is not an option of rloo, which takes: n",
+            "# @package _global_\nadvantage: {name: dr_grpo, eps: 3}",
+            "advantage.eps is not an option of dr_grpo, which takes: n",
         ),
     ],
 )

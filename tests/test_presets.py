@@ -226,8 +226,8 @@ def test_an_option_of_the_command_line_is_taken_as_it_stands() -> None:
     _, beside = composed("method=dapo", "objective=gspo", "objective.beta=0.1")
     assert beside["objective"] == alone["objective"]
     assert beside["rollout"]["dynamic_sampling"]
-    _, plain = composed("method=dapo", "advantage=rloo")
-    assert plain["advantage"] == {"name": "rloo"}
+    _, plain = composed("method=dapo", "advantage=dr_grpo")
+    assert plain["advantage"] == {"name": "dr_grpo"}
 
 
 def test_a_method_that_there_is_not_is_told_the_nearest() -> None:

@@ -6,7 +6,8 @@ TRL scores, estimates advantages, computes log-probs under policy and reference,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.advantages import ADVANTAGES, estimate
+from grpo_toolbox.advantages import ADVANTAGES, estimate, rloo
 from grpo_toolbox.batch import Batch, collate, denominators
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.tiny import build_tiny
@@ -30,6 +31,7 @@ from trl_side import GROUP_SIZE, MAX_TOKENS, losses_of, save_reference, scored, 
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
+Estimator = Callable[..., Tensor]
 TEMPERATURE = 0.8
 PROMPTS = ("1+2=", "10+20=")  # of different lengths: TRL pads, we do not
 # 1 is the end; the two rows of seven tokens without it are cut off
@@ -92,7 +94,9 @@ def _move(model: nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
 
 
-def _ours(rollouts: list[Rollout], advantage: str, options: dict[str, Any]) -> tuple[Tensor, float, dict[str, Tensor]]:
+def _ours(
+    rollouts: list[Rollout], advantage: str | Estimator, options: dict[str, Any]
+) -> tuple[Tensor, float, dict[str, Tensor]]:
     model, reference = build_tiny(seed=0)[0], build_tiny(seed=1)[0]
     options = dict(options)
     objective = build_objective(OBJECTIVES[options.pop("name", "clipped")], **options)
@@ -103,7 +107,8 @@ def _ours(rollouts: list[Rollout], advantage: str, options: dict[str, Any]) -> t
     penalty = None
     if objective.kl_in == "reward":
         penalty = kl_penalty(objective, old_logps, ref_logps, blank.mask).reshape(len(PROMPTS), GROUP_SIZE, -1)
-    advantages = estimate(ADVANTAGES[advantage], scores, penalty)
+    estimator = ADVANTAGES[advantage] if isinstance(advantage, str) else advantage
+    advantages = estimate(estimator, scores, penalty)
     batch = collate(rollouts, advantages, mask_truncated=objective.mask_truncated)
     _move(model)
     logps, entropy = _logps(model, batch)
@@ -157,7 +162,7 @@ TOKENS = {"loss_agg": "token_mean"}
 SEQUENCES = {"loss_agg": "seq_mean_token_mean"}
 
 # TRL: trainer, options, whether it gets the sampler's log-probs, micro-batches; ours: advantage, objective
-Case = tuple[str, dict[str, Any], bool, int, str, dict[str, Any]]
+Case = tuple[str, dict[str, Any], bool, int, str | Estimator, dict[str, Any]]
 CASES: dict[str, Case] = {
     "TRL's defaults": ("grpo", {}, False, 2, "group_relative", TOKENS),
     "GRPO, batch std, KL": (
@@ -256,6 +261,14 @@ CASES: dict[str, Case] = {
         False,
         1,
         "rloo",
+        SEQUENCES | {"ratio_level": "product", "beta": 0.05, "kl": "k1", "kl_in": "reward"},
+    ),
+    "RLOO with bounded rewards, normalised": (
+        "rloo",
+        {"beta": 0.05, "reward_clip_range": (0.1, 1.0), "normalize_advantages": True},
+        False,
+        1,
+        partial(rloo, reward_min=0.1, reward_max=1.0, normalize=True),
         SEQUENCES | {"ratio_level": "product", "beta": 0.05, "kl": "k1", "kl_in": "reward"},
     ),
     "GMPO with KL": (

@@ -51,14 +51,33 @@ def dr_grpo(rewards: Tensor) -> Tensor:
     return _finish(_centre(_scored(rewards, "dr_grpo")), rewards)
 
 
-def rloo(rewards: Tensor) -> Tensor:
+def rloo(
+    rewards: Tensor,
+    *,
+    penalty: Tensor | None = None,
+    reward_min: float | None = None,
+    reward_max: float | None = None,
+    normalize: bool = False,
+) -> Tensor:
     """Return r minus the mean of the other completions of the group (RLOO; Ahmadian et al., 2024).
 
-    Equal to n/(n−1) · (r − mean) over the n scored completions.
+    Equal to n/(n−1) · (r − mean) over the n scored completions. `reward_min` and `reward_max` bound the reward before
+    `penalty` (P, G, T), beta · KL per token, is taken off it. `normalize` divides by the (sample) std of the batch's
+    advantages plus 1e-4; their mean is 0 already. All three as in TRL's RLOO trainer, where they are off, too.
     """
+    if reward_min is not None and reward_max is not None and not reward_min < reward_max:
+        raise ConfigError(f"advantage.reward_min={reward_min} must be below advantage.reward_max={reward_max}.")
     scored = _scored(rewards, "rloo")
+    if reward_min is not None or reward_max is not None:
+        scored = scored.clamp(reward_min, reward_max)
+    if penalty is not None:
+        scored = scored - penalty.double().nansum(dim=-1)
     count = scored.isfinite().sum(dim=1, keepdim=True)
-    return _finish(_centre(scored) * count / (count - 1).clamp(min=1), rewards)
+    advantages = _centre(scored) * count / (count - 1).clamp(min=1)
+    if normalize:
+        compared = torch.where(count > 1, advantages, torch.nan)  # a row that has no others says nothing of the spread
+        advantages = advantages / _divisor(compared.reshape(1, -1), "sample", 1e-4)
+    return _finish(advantages, rewards)
 
 
 def batch_normalized(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -> Tensor:
@@ -170,7 +189,7 @@ def estimate(
     """Call an estimator with the rewards (P, G) and what else it names: `components`, `weights`, `penalty`, `values`.
 
     `penalty` (P, G, T) is beta · KL per token where the KL is in the reward; an estimator that does not name it gets
-    rewards less the penalty of the whole completion (RLOO). `values` (P, G, T) are a critic's.
+    rewards less the penalty of the whole completion. `values` (P, G, T) are a critic's.
     """
     names = inspect.signature(advantage).parameters
     offered = {"components": scores.components, "weights": torch.tensor(scores.weights), "penalty": penalty}
