@@ -12,8 +12,7 @@ from torch import nn
 
 from command_line import refused
 from grpo_toolbox.controllers import EntropyControl, KlControl
-from grpo_toolbox.models.load import Reference, load_model
-from grpo_toolbox.models.lora import LoraOptions
+from grpo_toolbox.models.load import Reference
 from toolbox_runs import SMALL, all_metrics, built_run, differences, metrics, one_thread, state, toolbox_train
 
 PAID = (*SMALL, "reward=custom", "reward.name=plugs:digits", "trainer.lr=0.01")
@@ -90,10 +89,14 @@ def test_the_kl_coefficient_of_a_run_is_that_of_its_kls(name: str, tmp_path: Pat
     assert control.beta != lines[0]["beta"]
 
 
-REFRESHED = ("objective=grpo", "trainer.reference_every=2", "trainer.reference_mix=0.6")
+REFRESHED = {
+    "mixed reference": ("objective=grpo", "trainer.reference_every=2", "trainer.reference_mix=0.6"),
+    "reset adapter": ("objective=grpo", "trainer.reference_every=2", "model.lora.r=2"),
+}
+KEPT = CONTROLLED | REFRESHED
 
 
-@pytest.mark.parametrize("given", [*CONTROLLED.values(), REFRESHED], ids=[*CONTROLLED, "reference"])
+@pytest.mark.parametrize("given", KEPT.values(), ids=KEPT)
 def test_three_and_two_steps_are_five(given: tuple[str, ...], tmp_path: Path) -> None:
     """The coefficients and the refreshed reference are in the checkpoint."""
     with one_thread():
@@ -129,29 +132,43 @@ def test_a_refresh_mixes_the_weights() -> None:
     assert not any(value.requires_grad for value in reference._net.parameters())
 
 
-def test_after_a_hard_reset_the_kl_starts_at_zero_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_after_a_hard_reset_the_kl_starts_at_zero_again(rank: int, tmp_path: Path) -> None:
     """Every two steps: the KL of steps 1, 3 and 5 is 0, that of the others is not."""
-    given = (*PAID, "objective=grpo", "trainer.reference_every=2", "trainer.max_steps=6")
+    given = (*PAID, "objective=grpo", "trainer.reference_every=2", "trainer.max_steps=6", f"model.lora.r={rank}")
     assert toolbox_train(*given, f"run_dir={tmp_path / 'run'}") == 0
     kls = [line["kl"] for line in all_metrics(tmp_path / "run")]
     assert kls[::2] == pytest.approx([0, 0, 0], abs=1e-9)
-    assert all(kl > 1e-5 for kl in kls[1::2])
+    assert all(kl > 1e-6 for kl in kls[1::2])
 
 
-def test_with_lora_a_refresh_is_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_resume_without_refreshes_keeps_the_reference_as_it_is(rank: int, tmp_path: Path) -> None:
+    """Reset after step 2; from there on it stays, through two resumes: the KL of step 3 is 0, and step 5's is not."""
+    given = (*PAID, "objective=grpo", f"model.lora.r={rank}", f"run_dir={tmp_path / 'run'}")
+    again = (f"resume={tmp_path / 'run'}", "trainer.reference_every=0")
+    assert toolbox_train(*given, "trainer.reference_every=2", "trainer.max_steps=2") == 0
+    for last in (3, 5):
+        assert toolbox_train(*again, f"trainer.max_steps={last}") == 0
+    kls = [line["kl"] for line in all_metrics(tmp_path / "run")]
+    assert kls[2] == pytest.approx(0, abs=1e-9)
+    assert kls[4] > 1e-6
+
+
+def test_with_lora_a_mix_is_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("grpo_toolbox.config.build.load_model", None)
-    message = refused("trainer.reference_every=5", "model.lora.r=2", "callbacks=none")
-    assert "set trainer.reference_every=0, or model.lora.r=0" in message
+    message = refused("trainer.reference_every=5", "trainer.reference_mix=0.6", "model.lora.r=2", "callbacks=none")
+    assert "trainer.reference_mix=0.6 cannot be done with LoRA" in message
+    assert "Set trainer.reference_mix=1" in message
     assert [*tmp_path.glob("runs/*")] == []
 
 
-def test_without_a_kl_a_refresh_has_nothing_to_do_and_lora_is_taken(tmp_path: Path) -> None:
-    given = ("objective=ppo_clip", "trainer.reference_every=1", "model.lora.r=2", f"run_dir={tmp_path / 'run'}")
-    assert built_run(*PAID, *given).reference is None
+@pytest.mark.parametrize("mix", ["0", "-1", "1.5", "nan"])
+def test_a_mix_outside_its_range_is_refused(mix: str) -> None:
+    assert "must be in (0, 1]" in refused("trainer.reference_every=5", f"trainer.reference_mix={mix}")
 
 
-def test_a_reference_that_is_the_policy_without_its_adapter_is_not_refreshed() -> None:
-    reference = Reference(load_model("builtin:tiny", lora=LoraOptions(2)))
-    with pytest.raises(ValueError, match="needs a reference of its own"):
-        reference.check_own_copy()
+def test_without_a_kl_a_refresh_has_nothing_to_do(tmp_path: Path) -> None:
+    given = ("objective=ppo_clip", "trainer.reference_every=1", "trainer.reference_mix=0.6", "model.lora.r=2")
+    assert built_run(*PAID, *given, f"run_dir={tmp_path / 'run'}").reference is None

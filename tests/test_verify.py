@@ -78,7 +78,7 @@ def test_a_run_is_left_as_it_was(tmp_path: Path) -> None:
     run = built_run(*SMALL, "objective=grpo", f"run_dir={tmp_path / 'run'}")
     assert run.reference is not None
     before = {name: value.clone() for name, value in run.policy.state_dict().items()}
-    reference = {name: value.clone() for name, value in run.reference.state_dict().items()}
+    reference = {name: value.clone() for name, value in run.reference.own_weights().items()}
     random, position, modes = (
         torch.get_rng_state(),
         run.data.state_dict(),

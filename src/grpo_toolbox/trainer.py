@@ -164,7 +164,7 @@ def _save(run: Run) -> None:
         "best": run.best,
         "owed": run.owed,
         "controls": {name: control.state_dict() for name, control in run.controls().items()},
-        "reference": run.reference.state_dict() if run.reference and run.reference_every else None,
+        "reference": run.reference.state_dict() if run.reference else None,
         "critic": run.critic.state_dict() if run.critic else None,
     }
     best_step = run.best[1] if run.best else None
@@ -187,8 +187,8 @@ def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) 
     for name, control in run.controls().items():
         if name in state["controls"]:  # one that is switched on with the resume starts from its settings
             control.load_state_dict(state["controls"][name])
-    if run.reference and run.reference_every and state["reference"] is not None:
-        run.reference.load_state_dict(state["reference"])
+    if run.reference and state["reference"] is not None:
+        copy_parameters(run.reference.own_weights(), state["reference"], "reference", "model.* settings")
     if run.critic and state.get("critic"):  # one that is switched on with the resume starts untrained
         run.critic.load_state_dict(state["critic"], load_optimizer=load_optimizer)
     run.pending, run.empty_steps = from_state(state["pending"]), state["empty_steps"]

@@ -28,17 +28,16 @@ from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.forward import packing_refusal
 from grpo_toolbox.models.load import (
-    NOT_REFRESHED,
     LoraOptions,
-    Reference,
+    has_adapter,
     load_config,
     load_model,
     load_tokenizer,
-    make_reference,
     max_positions,
     save_pretrained,
     stop_token_ids,
 )
+from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Reward
 from grpo_toolbox.run import GenerationSettings, Run, UpdateSettings
@@ -118,8 +117,8 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     objective = _named("objective", config.objective, _objective)
     check_estimator(advantage, config.rollout.group_size)
     check_surrogate(objective)
-    if objective.needs_reference and config.trainer.reference_every and config.model.lora.r:
-        raise ConfigError(NOT_REFRESHED)
+    if objective.needs_reference and config.trainer.reference_every:
+        check_mix(config.trainer.reference_mix, adapted=config.model.lora.r > 0)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encode = partial(
         encode_prompts,
@@ -275,7 +274,7 @@ def _engine(
 def _reference(model: nn.Module, trainer: TrainerConfig) -> Reference:
     reference = make_reference(model)
     if trainer.reference_every:
-        reference.check_own_copy()  # a checkpoint may bring an adapter of its own
+        check_mix(trainer.reference_mix, adapted=has_adapter(model))  # a checkpoint may bring an adapter of its own
     return reference
 
 

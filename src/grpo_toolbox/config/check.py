@@ -90,6 +90,8 @@ def check_config(config: RunConfig) -> None:
     for key in ("trainer.max_grad_norm", "critic.max_grad_norm"):
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} must be above 0; inf never clips.")
+    if not 0 < config.trainer.reference_mix <= 1:
+        raise ConfigError(f"trainer.reference_mix={config.trainer.reference_mix} must be in (0, 1]; 1 is a reset.")
     if config.critic.clip is not None and not config.critic.clip > 0:
         raise ConfigError(f"critic.clip={config.critic.clip} must be above 0; null never clips.")
     if config.trainer.eval_every and not _has_eval_data(config):

@@ -1,4 +1,4 @@
-"""From `model.path` to a policy: its tokenizer, its weights, its reference, and how it is written out again.
+"""From `model.path` to a policy: its tokenizer, its weights, and how it is written out again.
 
 A path is `builtin:tiny` (made on the spot, always the same weights), `builtin:smollm2` (fetched once into the cache
 folder), a local folder, or the name of a model on the Hugging Face hub.
@@ -6,9 +6,8 @@ folder), a local folder, or the name of a model on the Hugging Face hub.
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,20 +16,16 @@ from typing import TYPE_CHECKING, Any
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.models.lora import LoraOptions, add_adapter, has_adapter, merged_state_dict
 from grpo_toolbox.models.paths import ADAPTER_FILE, TINY, resolve_model_path
+from grpo_toolbox.models.reference import Reference, make_reference
 
 if TYPE_CHECKING:  # resolving a path loads no torch
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-NOT_REFRESHED = (
-    "trainer.reference_every needs a reference of its own, and with LoRA the reference is the base model: set "
-    "trainer.reference_every=0, or model.lora.r=0 to train all weights."
-)
 
 __all__ = [
     "DTYPES",
-    "NOT_REFRESHED",
     "LoraOptions",
     "Reference",
     "count_parameters",
@@ -231,64 +226,6 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Return the number of parameters, and of those how many are trained; a tied head counts once."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
-
-
-class Reference:
-    """The model that the KL term compares with: the policy as it was when this was built, never trained.
-
-    With full fine-tuning it is a frozen copy. With LoRA it is the policy with its adapter switched off: that costs no
-    memory, and is the model as it was loaded even when built later.
-    """
-
-    def __init__(self, policy: torch.nn.Module) -> None:
-        self._switched = has_adapter(policy)
-        self._net: Any = policy if self._switched else copy.deepcopy(policy).requires_grad_(False).eval()
-
-    @contextmanager
-    def model(self) -> Iterator[torch.nn.Module]:
-        """Yield the module to run, in eval mode and without gradients; afterwards the policy is as it was before."""
-        import torch
-
-        if not self._switched:
-            with torch.no_grad():
-                yield self._net
-            return
-        training = self._net.training
-        self._net.eval()
-        try:
-            with torch.no_grad(), self._net.disable_adapter():
-                yield self._net
-        finally:
-            self._net.train(training)
-
-    def refresh(self, policy: torch.nn.Module, mix: float) -> None:
-        """Set π_ref ← mix·π + (1 − mix)·π_ref (TR-DPO; Gorbatovski et al., 2024); mix = 1 is a reset (ProRL, 2025)."""
-        import torch
-
-        self.check_own_copy()
-        with torch.no_grad():
-            for own, current in zip(self._net.parameters(), policy.parameters(), strict=True):
-                own.lerp_(current.to(own.dtype), mix)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the weights of a reference that has been refreshed."""
-        self.check_own_copy()
-        return dict(self._net.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from saved weights."""
-        self.check_own_copy()
-        self._net.load_state_dict(state)
-
-    def check_own_copy(self) -> None:
-        """Raise ConfigError for a reference that is the policy without its adapter: it cannot be refreshed."""
-        if self._switched:
-            raise ConfigError(NOT_REFRESHED)
-
-
-def make_reference(policy: torch.nn.Module) -> Reference:
-    """Keep the policy's present weights as the reference: call it before any update and before loading a checkpoint."""
-    return Reference(policy)
 
 
 def save_pretrained(
