@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_toolbox import ops
 from grpo_toolbox.ops import (
     AGGREGATIONS,
     KL,
@@ -74,13 +75,31 @@ def test_head_equals_the_plain_computation(chunk: int, temperature: float):
 
 @pytest.mark.parametrize(("positions", "chunk"), [(6, 2), (7, 3), (5, 5), (4, 512), (3, 1)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head_gradients_against_finite_differences(positions: int, chunk: int, temperature: float):
+@pytest.mark.parametrize("kept", [0, 400, 2**20], ids=["all computed again", "some kept", "all kept"])
+def test_head_gradients_against_finite_differences(positions, chunk, temperature, kept, monkeypatch):
+    """11 words in float64: 88 bytes of probabilities per position, so 400 bytes keep the first one to four."""
+    monkeypatch.setattr(ops, "KEPT_PROBABILITIES", kept)
     hidden, weight, labels = _head(positions)
 
     def both(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return head_logps_and_entropy(h, w, labels, temperature, chunk)
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
+    frozen = weight.detach()  # another formula, which never needs the probabilities again
+    assert torch.autograd.gradcheck(lambda h: both(h, frozen)[0], (hidden,))
+    assert torch.autograd.gradcheck(lambda h: both(h, frozen), (hidden,))
+
+
+@pytest.mark.parametrize("kept", [0, 2**20])
+def test_a_second_backward_pass_gives_the_same_gradient(kept, monkeypatch):
+    """What is kept between forward and backward is read there and not overwritten."""
+    monkeypatch.setattr(ops, "KEPT_PROBABILITIES", kept)
+    hidden, weight, labels = _head(7)
+    logps, entropy = head_logps_and_entropy(hidden, weight, labels, 0.7, 3)
+    first, second = (
+        torch.autograd.grad((logps + entropy).sum(), (hidden, weight), retain_graph=retain) for retain in (True, False)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_head_gradient_of_logps_alone_and_of_entropy_alone():

@@ -16,6 +16,8 @@ MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before `exp`: e^20 ≈ 5e8 is far outside any trust region and still finite in float32."""
 MAX_KL_LOG_RATIO = 10.0
 """Where k3 goes on as its tangent: beyond it exp() only adds variance, and at 89 it overflows float32."""
+KEPT_PROBABILITIES = 128 * 2**20
+"""Bytes of a head's probabilities that may wait for backward instead of being computed again."""
 MIN_LOGP = -100.0
 """Floor on reference log-probs: a token that is impossible under the reference costs about 100 nats, not infinity."""
 
@@ -37,47 +39,100 @@ def logps_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) 
 class _HeadLogps(torch.autograd.Function):
     """Log-probs and entropies of labelled positions without ever holding logits of all of them.
 
-    With z = h·Wᵀ/τ and p = softmax(z): ∂log p_y/∂z = onehot(y) − p, ∂H/∂z = −p ∘ (log p + H). The logits of a chunk
-    are computed again in backward, so memory does not grow with positions × vocabulary.
+    With z = h·Wᵀ/τ and p = softmax(z): ∂log p_y/∂z = onehot(y) − p, ∂H/∂z = −p ∘ (log p + H). The probabilities of a
+    chunk are computed again in backward, so memory does not grow with positions × vocabulary; those of the first
+    positions are kept, as many as fit into KEPT_PROBABILITIES, and those of a frozen head in float32 are not needed:
+    ∂log p_y/∂h = (W_y − Σ_v p_v·W_v)/τ, whose sum forward can take.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        logps, entropies, normalisers = [], [], []
-        for rows, targets in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            scaled = _at_least_float32(rows @ weight.T) / temperature  # (c, V)
-            normaliser = scaled.logsumexp(dim=-1, keepdim=True)
-            logps.append((scaled.gather(1, targets.unsqueeze(1)) - normaliser).squeeze(1))
-            log_probs = scaled.sub_(normaliser)
-            entropies.append(-(log_probs.exp().mul_(log_probs)).sum(dim=-1))
-            normalisers.append(normaliser)
-        entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, labels, entropy, torch.cat(normalisers))
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logps, entropy, normalisers = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        expected = torch.empty_like(hidden) if wants_hidden and not wants_weight and hidden.dtype == dtype else None
+        room = KEPT_PROBABILITIES if wants_weight else 0
+        kept: list[Tensor] = []
+        shifted = probs = None
+        for part in _chunks(len(hidden), chunk):
+            shifted = _logits(hidden[part], weight, temperature, shifted)  # (c, V)
+            peak = shifted.amax(dim=-1, keepdim=True)
+            shifted -= peak
+            probs = torch.exp(shifted, out=_like(shifted, probs))
+            total = probs.sum(dim=-1, keepdim=True)
+            log_total = total.log()
+            logps[part] = (shifted.gather(1, labels[part, None]) - log_total).squeeze(1)
+            entropy[part] = (log_total - torch.linalg.vecdot(probs, shifted).unsqueeze(1) / total).squeeze(1)
+            normalisers[part] = (peak + log_total).squeeze(1)
+            if expected is not None:
+                torch.mm(probs.div_(total), weight, out=expected[part])
+            if probs.nbytes <= room:
+                room -= probs.nbytes
+                kept.append(probs.div_(total))
+                probs = None
+        ctx.save_for_backward(hidden, weight, labels, entropy, normalisers, expected, *kept)
         ctx.temperature, ctx.chunk = temperature, chunk
-        return torch.cat(logps), entropy
+        return logps, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, labels, entropy, normalisers = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logps: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels, entropy, normalisers, expected, *kept = ctx.saved_tensors
+        with_entropy = bool((grad_entropy != 0).any())
+        if expected is not None and not with_entropy:
+            return (weight[labels] - expected) * (grad_logps / ctx.temperature)[:, None], None, None, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weight = _at_least_float32(torch.zeros_like(weight)) if ctx.needs_input_grad[1] else None
-        with_entropy = bool((grad_entropy != 0).any())
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            scaled = _at_least_float32(hidden[part] @ weight.T) / ctx.temperature
-            log_probs = scaled.sub_(normalisers[part])
-            probs = log_probs.exp()
-            grad = probs * -grad_logps[part, None]
+        logits = grad = None
+        for index, part in enumerate(_chunks(len(hidden), ctx.chunk)):
+            if index < len(kept):
+                probs = kept[index]
+            else:
+                logits = _logits(hidden[part], weight, ctx.temperature, logits)
+                probs = logits.sub_(normalisers[part, None]).exp_()
+            grad = torch.mul(probs, -grad_logps[part, None], out=_like(probs, grad))  # (c, V)
             grad.scatter_add_(1, labels[part, None], grad_logps[part, None])
             if with_entropy:
+                log_probs = probs.log().clamp_(min=torch.finfo(probs.dtype).min)  # p·log p is 0 where p is
                 grad -= probs * (log_probs + entropy[part, None]) * grad_entropy[part, None]
-            grad = (grad / ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
+            down = grad.div_(ctx.temperature).to(hidden.dtype)
+            torch.mm(down, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
+                _add_product(grad_weight, down.T, hidden[part])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _like(values: Tensor, buffer: Tensor | None) -> Tensor:
+    """Return as much of a buffer as `values` fill, or a new one: fresh memory of this size costs a pass over it."""
+    if buffer is None or len(buffer) < len(values):
+        return torch.empty_like(values)
+    return buffer[: len(values)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor | None) -> Tensor:
+    """Return hidden·Wᵀ/τ (c, V), rounded to the precision of `hidden`, in float32 or better, in `buffer` if it fits."""
+    if hidden.dtype in (torch.float32, torch.float64):
+        if buffer is None or len(buffer) < len(hidden):
+            buffer = hidden.new_empty(len(hidden), len(weight))
+        logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
+    else:
+        logits = (hidden @ weight.T).float()
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left · right, without a product of its own where the precision is the same."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def head_logps_and_entropy(
@@ -85,7 +140,7 @@ def head_logps_and_entropy(
     weight: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
-    chunk: int = 512,
+    chunk: int = 256,
     *,
     in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
