@@ -53,7 +53,7 @@ class _HeadLogps(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logps, entropy, normalisers = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         expected = torch.empty_like(hidden) if wants_hidden and not wants_weight and hidden.dtype == dtype else None
-        room = KEPT_PROBABILITIES if wants_weight else 0
+        room = KEPT_PROBABILITIES if wants_weight else -1
         kept: list[Tensor] = []
         shifted = probs = None
         for part in _chunks(len(hidden), chunk):
@@ -68,8 +68,8 @@ class _HeadLogps(torch.autograd.Function):
             normalisers[part] = (peak + log_total).squeeze(1)
             if expected is not None:
                 torch.mm(probs.div_(total), weight, out=expected[part])
-            if probs.nbytes <= room:
-                room -= probs.nbytes
+            room -= probs.nbytes
+            if room >= 0:  # once one does not fit, no smaller last one is kept either: backward counts from the first
                 kept.append(probs.div_(total))
                 probs = None
         ctx.save_for_backward(hidden, weight, labels, entropy, normalisers, expected, *kept)
