@@ -1,0 +1,49 @@
+"""Rollouts alone, ours against `model.generate` at its better cache: bar E.
+
+    python benchmarks/rollouts.py
+    python benchmarks/rollouts.py --only E-prompt --sides ours --repeats 3
+
+`generate` samples with dynamic and with static cache, and the faster one counts. It returns tokens; ours returns their
+log-probs as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from probe import in_child
+from results import parse, parser, record, run_sides
+from weights import ready_model
+from workloads import ROLLOUTS, as_job, workload
+
+CACHES = ("dynamic", "static")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, write down, print the table."""
+    arguments = parse(parser(__doc__, tuple(ROLLOUTS), ("ours", *CACHES)), argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments.model = ready_model(arguments.model, Path(scratch))
+        run_sides(arguments, measure)
+
+
+def measure(name: str, side: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one side of one workload in a process of its own and write it down."""
+    job = {
+        "what": "rollouts",
+        "workload": as_job(workload(name, arguments.scale)),
+        "model": arguments.model,
+        "device": arguments.device,
+        "steps": arguments.repeats,
+        "cache": side,
+    }
+    found = in_child("ours.py" if side == "ours" else "theirs.py", job, arguments.threads)
+    return record(name, side, arguments, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Whole optimizer steps, ours against TRL's `GRPOTrainer`: bars A, A′, B, C and D, and with their peak memory F.
+
+    python benchmarks/steps.py --only A,C
+    python benchmarks/steps.py --only A --sides ours --repeats 3
+    python benchmarks/steps.py --tune A,C        # which micro-batch TRL likes best
+
+Both sides do the same work: model, prompts, group size, completion lengths, rewards, AdamW, precision, one optimizer
+step per batch. Our micro-batches are the default of `trainer.micro_batch_tokens`; TRL's are its fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from probe import in_child
+from results import parse, parser, record, run_sides
+from weights import ready_model
+from workloads import STEPS, as_job, workload
+
+MICRO_BATCH = 8
+"""TRL's `per_device_train_batch_size` in rows, where `--micro-batch` does not say otherwise."""
+TRIED = (4, 8, 16, 32, 64)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, write down, print the table."""
+    options = parser(__doc__, tuple(STEPS), ("ours", "trl"))
+    options.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="rows that TRL trains at a time")
+    options.add_argument("--tune", default="", help="workloads on which to try TRL's micro-batch sizes, and stop")
+    arguments = parse(options, argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments.model = ready_model(arguments.model, Path(scratch))
+        if arguments.tune:
+            tune(arguments)
+            return
+        run_sides(arguments, measure)
+
+
+def measure(name: str, side: str, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Measure one side of one workload in a process of its own and write it down."""
+    load = workload(name, arguments.scale)
+    job: dict[str, Any] = {
+        "what": "steps",
+        "workload": as_job(load),
+        "model": arguments.model,
+        "device": arguments.device,
+        "steps": arguments.repeats,
+    }
+    if side == "ours":
+        return record(name, side, arguments, in_child("ours.py", job | more, arguments.threads))
+    job["micro_batch"] = min(more.pop("micro_batch", arguments.micro_batch), load.rows)
+    found = in_child("theirs.py", job | more, arguments.threads)
+    return record(name, side, arguments, found, micro_batch=job["micro_batch"], **more)
+
+
+def tune(arguments: argparse.Namespace) -> None:
+    """Try TRL's micro-batch sizes: which is fastest, and what memory each takes."""
+    for name in arguments.tune.split(","):
+        rows = workload(name, arguments.scale).rows
+        found = {
+            size: measure(name, "trl", arguments, micro_batch=size)
+            for size in dict.fromkeys(min(size, rows) for size in TRIED)
+        }
+        for size, one in found.items():
+            print(f"{name} micro_batch={size:2}: {one['seconds']:.1f} s, {one['peak_gib']:.2f} GiB")
+        print(f"{name}: TRL is fastest at --micro-batch {min(found, key=lambda size: found[size]['seconds'])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""TRL's side, in a process of its own: `GRPOTrainer` as its users run it, on a given workload.
+
+Chosen in its favour: no gradient checkpointing (its default computes every forward pass twice), beta=0 (no reference
+model), one generation per optimizer step with the whole batch in it (no pass for old log-probs), no logging to disk.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from forcing import EndRows
+from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib, resident_gib
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from weights import plain_model, warm_up
+from workloads import Workload, exact_prompts, fixed_reward, prompt_rows
+
+
+class Recorder(TrainerCallback):
+    """Writes down every optimizer step."""
+
+    def __init__(self, stages: Stages, device: str) -> None:
+        self._stages, self._device = stages, device
+        self._started = 0.0
+        self.steps: list[dict[str, Any]] = []
+        self.lengths: list[int] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the step's clock."""
+        self._stages.taken()
+        _finish(self._device)
+        self._started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Take the step's times."""
+        _finish(self._device)
+        self.steps.append(
+            {
+                "seconds": time.perf_counter() - self._started,
+                "stages": self._stages.taken(),
+                "peak_gib": peak_gib(self._device),
+                "completion_tokens": sum(self.lengths),
+            }
+        )
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        """Keep what shows that the step had a gradient."""
+        if "grad_norm" in logs:
+            self.steps[-1]["grad_norm"] = logs["grad_norm"]
+
+
+def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
+    """Train `job["steps"]` steps and return what each took."""
+    load, device = Workload(**job["workload"]), job["device"]
+    stages = Stages()
+    recorder = Recorder(stages, device)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = _trainer(load, job, recorder, scratch)
+        warm_up(trainer.model, device)
+        count_backward(stages)
+        _count(trainer, load, stages)
+        loaded = resident_gib()
+        trainer.train()
+    if sorted(recorder.lengths) != sorted(load.lengths()):
+        raise SystemExit(f"completions of {sorted(recorder.lengths)} tokens, not {sorted(load.lengths())}")
+    return {"steps": recorder.steps, "loaded_gib": loaded}
+
+
+def _trainer(load: Workload, job: dict[str, Any], recorder: Recorder, scratch: str) -> GRPOTrainer:
+    model, tokenizer = plain_model(job["model"], job["device"])
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], kind: list[str], **_: Any) -> list[float]:
+        recorder.lengths = [len(ids) for ids in completion_ids]
+        return fixed_reward(prompts, kind)
+
+    cuda = job["device"] == "cuda"
+    settings = GRPOConfig(
+        output_dir=scratch,
+        use_cpu=not cuda,
+        bf16=cuda,
+        gradient_checkpointing=job.get("gradient_checkpointing", False),
+        loss_type="grpo",
+        beta=0.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_steps=job["steps"],
+        num_generations=load.group_size,
+        max_completion_length=load.max_new_tokens,
+        per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=load.rows // job["micro_batch"],
+        generation_kwargs={} if load.mean_new_tokens else {"min_new_tokens": load.max_new_tokens},
+        shuffle_dataset=False,
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list(prompt_rows(load, tokenizer)),
+        processing_class=tokenizer,
+        peft_config=_adapter(load.lora_rank) if load.lora_rank else None,
+        callbacks=[recorder],
+    )
+
+
+def _adapter(rank: int) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _count(trainer: GRPOTrainer, load: Workload, stages: Stages) -> None:
+    """Count the trainer's stages; where lengths are uneven, pass `generate` what ends the rows."""
+    model = trainer.model
+    options: dict[str, Any] = {}
+    if load.mean_new_tokens:
+        options["logits_processor"] = [EndRows(load.lengths(), load.prompt_tokens, trainer.eos_token_ids)]
+    generate = stages.timed("rollout", model.generate)
+    model.generate = lambda *args, **others: generate(*args, **others, **options)
+    trainer._compute_loss = stages.timed("forward", trainer._compute_loss)
+    create = trainer.create_optimizer
+
+    def create_optimizer(*args: Any, **others: Any) -> Any:
+        optimizer = create(*args, **others)
+        optimizer.step = stages.timed("optimizer", optimizer.step)
+        return optimizer
+
+    trainer.create_optimizer = create_optimizer
+
+
+def measure_generate(job: dict[str, Any]) -> dict[str, Any]:
+    """Generate the workload's completions `job["steps"]` times with plain `model.generate`."""
+    load, device = Workload(**job["workload"]), job["device"]
+    model, tokenizer = plain_model(job["model"], device)
+    model.eval()
+    prompts = exact_prompts(load.prompts, load.prompt_tokens, tokenizer)
+    ids = torch.tensor([tokenizer(text).input_ids for text in prompts for _ in range(load.group_size)], device=device)
+    cache = {} if job["cache"] == "dynamic" else {"cache_implementation": job["cache"], "disable_compile": True}
+    warm_up(model, device)
+    forget_peak(device)
+    steps = []
+    for turn in range(job["steps"]):
+        torch.manual_seed(turn)
+        _finish(device)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=load.max_new_tokens,
+                min_new_tokens=load.max_new_tokens,
+                **cache,
+            )
+        _finish(device)
+        seconds = time.perf_counter() - started
+        tokens = output[:, ids.shape[1] :].numel()
+        steps.append({"seconds": seconds, "completion_tokens": tokens, "peak_gib": peak_gib(device)})
+    return {"steps": steps}
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    given = job_of(sys.argv[1:])
+    answer({"steps": measure_steps, "rollouts": measure_generate}[given["what"]](given))
