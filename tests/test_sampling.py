@@ -121,6 +121,29 @@ def test_greedy_takes_the_most_likely_allowed_token_and_reports_it_at_temperatur
 # ---- cuts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("spread", "kept"), [(4.0, range(2, 800)), (0.1, range(2000, 3000))], ids=["peaked", "flat"])
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(spread, kept):
+    """3 000 tokens: in a peaked distribution 90 % lie within the first thousand, which are sorted alone; else all are.
+
+    A grid over [0, 1) finds every kept token that two of its points fall to, and no other.
+    """
+    logits = spread * torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    probs, order = logits.double().softmax(0).sort(descending=True)
+    count = int((probs.cumsum(0) < 0.9).sum()) + 1
+    assert count in kept
+    grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    drawn = set(draw(logits, grid, top_p=0.9).tolist())
+    assert drawn <= set(order[:count].tolist())
+    likely = order[: int((probs[:count] / probs[:count].sum() > 1 / 10_000).sum())]  # two points of the grid or more
+    assert set(likely.tolist()) <= drawn
+
+
+def test_banned_tokens_are_banned_in_the_rows_named():
+    rows = PROBS.log().expand(2, -1)
+    tokens, _ = sample(rows, torch.tensor([0.3, 0.3]), Sampling(1), banned=(1,), where=torch.tensor([True, False]))
+    assert tokens.tolist() == [3, 1]  # without token 1 the cumulative sums are 1/6, 1/4, 2/3: 0.3 draws token 3
+
+
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
