@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_toolbox.engines import local
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.types import Prompt, Rollout, Sampling
-from small_models import STOP, VOCABULARY, build, forced_log_probs, forced_logps, make_prompts, shared, text_ids
+from small_models import STOP, VOCABULARY, build, chain, forced_log_probs, forced_logps, make_prompts, shared, text_ids
 
 SOME_STOPS = tuple(range(1, 20))
 LENGTHS = (60, 1, 5, 17, 2, 9)
@@ -98,21 +100,21 @@ def test_each_prompt_is_prefilled_once_for_its_group():
     model = shared("llama")
     with forwarded(model) as shapes:
         engine(model, stop_ids=()).generate(make_prompts(7, 7, 7), 8, Sampling(4))
-    assert shapes == [(3, 7), (24, 1), (24, 1), (24, 1)]  # the fourth token is drawn, not forwarded
+    assert shapes == [(1, 21), (24, 1), (24, 1), (24, 1)]  # the fourth token is drawn, not forwarded
 
 
 def test_several_rounds_hold_max_rows_rows_at_most_and_whole_groups():
     model = shared("llama")
     with forwarded(model) as shapes:
         engine(model, stop_ids=(), max_rows=9).generate(make_prompts(7, 7, 7), 4, Sampling(2))
-    assert shapes == [(2, 7), (8, 1), (1, 7), (4, 1)]
+    assert shapes == [(1, 14), (8, 1), (1, 7), (4, 1)]
     with forwarded(model) as shapes:
         engine(model, stop_ids=(), max_rows=2).generate(make_prompts(7, 7), 4, Sampling(2))
     assert shapes == [(1, 7), (4, 1), (1, 7), (4, 1)]
 
 
 def test_finished_rows_leave_the_batch():
-    """No step forwards more than 4/3 of the rows that still go on, and none is forwarded after the last has ended."""
+    """No step forwards more than 1/0.85 of the rows that go on, and none is forwarded after the last has ended."""
     model = shared("llama")
     with forwarded(model) as shapes:
         rollouts = engine(model).generate(make_prompts(4, 4), 16, Sampling(40, temperature=2.0))
@@ -121,8 +123,60 @@ def test_finished_rows_leave_the_batch():
     assert len(rows) == min(max(lengths), 40) - 1
     for step, count in enumerate(rows, start=1):
         going_on = sum(length > step for length in lengths)
-        assert going_on <= count < going_on / 0.75
+        assert going_on <= count < going_on / 0.85
     assert rows[-1] < 32
+
+
+def test_waiting_prompts_take_the_places_of_finished_rows():
+    """24 prompts in groups of 4 and 32 places: while prompts wait, seven places in eight are at work."""
+    model = shared("llama")
+    with forwarded(model) as shapes:
+        local = engine(model, stop_ids=(1, 2, 3), max_rows=32)
+        rollouts = local.generate(make_prompts(*[6] * 24), 4, Sampling(40, temperature=2.0))
+    prefills = [step for step, (_, tokens) in enumerate(shapes) if tokens > 1]
+    assert sum(shapes[step][1] for step in prefills) == 24 * 6
+    assert len(prefills) > 4  # not all at once
+    rows = [count for count, tokens in shapes[: prefills[-1]] if tokens == 1]
+    assert max(rows) <= 32
+    assert sum(rows) / len(rows) > 28
+    rounds = [rollouts[first : first + 32] for first in (0, 32, 64)]
+    assert len(shapes) - len(prefills) < sum(max(len(one.ids) for one in part) - 1 for part in rounds)
+
+
+def test_each_rollout_is_reported_when_it_ends():
+    """Shorter completions first, each once, as the very record that is returned."""
+    model, heard = shared("llama"), []
+    prompts = make_prompts(4, 9)
+    rollouts = engine(model).generate(prompts, 8, Sampling(12, temperature=2.0), lambda *one: heard.append(one))
+    assert sorted(row for row, _ in heard) == list(range(16))
+    assert all(rollouts[row] is one for row, one in heard)
+    lengths = [len(one.ids) for _, one in heard]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) > 2
+
+
+class Widest(TorchDispatchMode):
+    """Remembers the largest number of places in any buffer of keys or values (rows, heads, places, D)."""
+
+    places = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim == 4:
+            self.places = max(self.places, out.shape[2])
+        return out
+
+
+@pytest.mark.parametrize(("tokens", "room"), [(3, 32), (33, 32), (34, 64), (66, 128)])
+def test_the_cache_grows_with_the_tokens_and_not_with_the_limit(tokens, room):
+    """Room for 32 tokens, twice as many when it is full; the last token drawn needs none, 5 000 are allowed."""
+    model = chain({5: 5}, positions=8192)
+    stop_after = iter([6] * (tokens - 1) + [STOP])
+    with Widest() as seen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "sample", lambda logits, *_: (torch.tensor([next(stop_after)]), torch.zeros(1)))
+        (one,) = engine(model, stop_ids=(STOP,)).generate([Prompt(0, "", (5,))], 1, Sampling(5000))
+    assert len(one.ids) == tokens
+    assert seen.places == room
 
 
 # ---- what is drawn ---------------------------------------------------------------------------------------------------

@@ -27,8 +27,13 @@ class Spoilt:
         self._engine = LocalEngine(model, decode=lambda ids, _: str(ids), stop_ids=(STOP,))
         self._change = change
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-        return self._change(self._engine.generate(prompts, group_size, sampling))
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_finished=lambda row, one: None
+    ) -> list[Rollout]:
+        rollouts = self._change(self._engine.generate(prompts, group_size, sampling))
+        for row, one in enumerate(rollouts):
+            on_finished(row, one)
+        return rollouts
 
     def sync(self) -> int:
         return self._engine.sync()
@@ -83,3 +88,31 @@ def test_broken_weights_are_refused_and_not_sampled_from(temperature):
         model.model.norm.weight[3] = math.nan
     with pytest.raises(ToolboxError, match="weights or its logits are broken"):
         rollout(Spoilt(list, model), PROMPTS, 2, replace(SAMPLING, temperature=temperature))
+
+
+def test_each_group_is_handed_out_once_when_its_last_member_has_ended():
+    """Groups of 8 of unequal length, each in row order, all before the call returns."""
+    engine = LocalEngine(shared("llama"), decode=lambda ids, _: str(ids), stop_ids=tuple(range(1, 20)))
+    groups: dict[int, list[Rollout]] = {}
+    rollouts = rollout(
+        engine, PROMPTS, 8, Sampling(12, temperature=2.0), lambda group, rows: groups.update({group: [*rows]})
+    )
+    assert {group: rollouts[8 * group : 8 * group + 8] for group in range(3)} == groups
+    longest = {group: max(len(one.ids) for one in rows) for group, rows in groups.items()}
+    assert [longest[group] for group in groups] == sorted(longest.values())
+
+
+def test_a_group_is_checked_before_it_is_handed_out():
+    heard: list[int] = []
+    with pytest.raises(ToolboxError, match="log-prob that is not finite for prompt 1"):
+        rollout(Spoilt(spoil(3, logps=(math.nan,) * 5)), PROMPTS, 2, SAMPLING, lambda group, _: heard.append(group))
+    assert heard == [0]
+
+
+def test_a_group_whose_end_is_not_reported_is_an_error():
+    class Silent(Spoilt):
+        def generate(self, prompts, group_size, sampling, on_finished=None):
+            return super().generate(prompts, group_size, sampling)
+
+    with pytest.raises(ToolboxError, match="did not report the end of group 0"):
+        rollout(Silent(list), PROMPTS, 2, SAMPLING, lambda group, _: None)

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.errors import ToolboxError
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
+OnGroup = Callable[[int, Sequence[Rollout]], None]
 
-def rollout(engine: Engine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-    """Return P·G rollouts in prompt-major order, each with one finite log-prob per token."""
-    rollouts = engine.generate(prompts, group_size, sampling)
+
+def rollout(
+    engine: Engine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_group: OnGroup | None = None
+) -> list[Rollout]:
+    """Return P·G rollouts in prompt-major order, each with one finite log-prob per token.
+
+    `on_group(group, rollouts)` is given each group as soon as its last member has ended, while others are still being
+    sampled; every group exactly once, in whatever order they end.
+    """
+    if on_group is None:
+        rollouts = engine.generate(prompts, group_size, sampling)
+        _check(rollouts, prompts, group_size)
+        return rollouts
+    unfinished: dict[int, dict[int, Rollout]] = {group: {} for group in range(len(prompts))}
+
+    def finished(row: int, one: Rollout) -> None:
+        group = row // group_size
+        members = unfinished[group]
+        members[row] = one
+        if len(members) == group_size:
+            whole = [member for _, member in sorted(unfinished.pop(group).items())]
+            _check(whole, prompts[group : group + 1], group_size)
+            on_group(group, whole)
+
+    rollouts = engine.generate(prompts, group_size, sampling, finished)
+    _check(rollouts, prompts, group_size)
+    if unfinished:
+        raise ToolboxError(f"the engine returned, but did not report the end of group {min(unfinished)}.")
+    return rollouts
+
+
+def _check(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], group_size: int) -> None:
     if len(rollouts) != len(prompts) * group_size:
         raise ToolboxError(
             f"the engine returned {len(rollouts)} rollouts for {len(prompts)} prompts × {group_size} completions."
@@ -27,4 +57,3 @@ def rollout(engine: Engine, prompts: Sequence[Prompt], group_size: int, sampling
                 f"the engine reported a log-prob that is not finite for prompt {one.prompt.id}: its weights or its "
                 "logits are broken; nothing of this step is trained."
             )
-    return rollouts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from grpo_toolbox.types import Prompt, Rollout, Sampling
@@ -11,8 +11,17 @@ from grpo_toolbox.types import Prompt, Rollout, Sampling
 class Engine(Protocol):
     """Whatever samples completions. Token ids in, token ids out: no engine tokenises a prompt or a completion again."""
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-        """Return `group_size` rollouts per prompt, prompt-major; each keeps its stop token and its log-probs."""
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        on_finished: Callable[[int, Rollout], None] | None = None,
+    ) -> list[Rollout]:
+        """Return `group_size` rollouts per prompt, prompt-major; each keeps its stop token and its log-probs.
+
+        `on_finished(row, rollout)` hears of each as soon as it ends, while others go on, so that it can be scored.
+        """
         ...
 
     def sync(self) -> int:

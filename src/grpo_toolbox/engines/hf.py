@@ -32,8 +32,14 @@ class HfEngine:
         self._autocast_dtype = autocast_dtype
         self._version = weights_version
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-        """Return `group_size` rollouts per prompt, prompt-major."""
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        on_finished: Callable[[int, Rollout], None] | None = None,
+    ) -> list[Rollout]:
+        """Return `group_size` rollouts per prompt, prompt-major; they all end together."""
         model: Any = plain_model(self._model)
         device = next(model.parameters()).device
         rows = [prompt.ids for prompt in prompts for _ in range(group_size)]
@@ -54,10 +60,14 @@ class HfEngine:
                 generation_config=_generation_config(sampling, self._stop_ids),
             )
             logps = _logps(output.logits, output.sequences[:, width:], sampling.temperature or 1.0)
-        return [
+        rollouts = [
             self._rollout(prompts[row // group_size], drawn, logps[row].tolist())
             for row, drawn in enumerate(output.sequences[:, width:].tolist())
         ]
+        for row, one in enumerate(rollouts):
+            if on_finished is not None:
+                on_finished(row, one)
+        return rollouts
 
     def sync(self) -> int:
         """The weights are shared, so nothing has to move; count the version."""

@@ -1,72 +1,30 @@
-"""The in-process engine: the policy's own weights, each prompt prefilled once per group, finished rows leave the batch.
+"""The in-process engine: the policy's own weights, each prompt prefilled once for its group, no place left idle.
 
-Keys and values live in buffers of fixed size that the engine owns (no growing concatenations); the model runs as the
-plain Hugging Face module with its attention handed to the layouts below. Models that do not take a layout are served
-by `engines/hf.py` instead.
+The model runs as the plain Hugging Face module with its attention handed to the layouts of `engines/cache.py`. Finished
+rows leave the batch and waiting prompts take their place. Models that do not take a layout are served by
+`engines/hf.py` instead.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grpo_toolbox.engines.cache import KeyValues, PromptPass
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
-from grpo_toolbox.models.attention import grouped_attention, layout_attention
+from grpo_toolbox.models.attention import layout_attention
 from grpo_toolbox.models.forward import autocast, decoder, eval_mode, plain_model
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
-
-class KeyValues:
-    """Keys and values of N rows, per layer (N, kv, places, D); places: prompt, padded on the left, then completion."""
-
-    def __init__(self, visible: Tensor) -> None:
-        self.visible = visible
-        """(N, places) True where a place holds a token of its row."""
-        self.layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """By layer and call: a layer of differential attention attends twice, with other values."""
-        self.used = 0
-        self._calls: Counter[int] = Counter()
-
-    @property
-    def span(self) -> int:
-        """Tokens of the longest prompt and the longest completion together."""
-        return self.visible.shape[1]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.visible = self.visible[rows]
-        self.layers = {place: (keys[rows], values[rows]) for place, (keys, values) in self.layers.items()}
-
-    def advance(self, new: int) -> None:
-        """A forward pass is over, and `new` more places are in use."""
-        self.used += new
-        self._calls.clear()
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store the new tokens' keys and values behind the old ones, and attend to all that a row can see."""
-        new, place = key.shape[2], (layer, self._calls[layer])
-        self._calls[layer] += 1
-        if place not in self.layers:
-            self.layers[place] = (self._buffer(key), self._buffer(value))
-        keys, values = self.layers[place]
-        end = self.used + new
-        keys[:, :, self.used : end] = key
-        values[:, :, self.used : end] = value
-        mask = self.visible[:, None, None, :end]
-        if new > 1:
-            causal = torch.ones(new, end, dtype=torch.bool, device=key.device).tril(diagonal=self.used)
-            itself = torch.eye(new, end, dtype=torch.bool, device=key.device)  # left padding sees itself: no NaN
-            mask = (mask & causal) | itself
-        attended = grouped_attention(query, keys[:, :, :end], values[:, :, :end], mask, scaling)
-        return attended.transpose(1, 2)
-
-    def _buffer(self, states: Tensor) -> Tensor:
-        rows, heads, _, size = states.shape
-        return states.new_zeros(rows, heads, self.span, size)
+_PREFILL_TOKENS = 4096
+"""Tokens of one prefill pass, so that its memory does not grow with the number of prompts."""
+_WORTH_MOVING = 0.85
+"""Finished rows leave once no more than this share goes on: moving the cache costs about as much as a few idle rows."""
+_WORTH_ENTERING = 1 / 8
+"""Waiting prompts enter once this share of the batch is free: their prefill passes are then not too small."""
 
 
 class LocalEngine:
@@ -92,25 +50,30 @@ class LocalEngine:
         self._autocast_dtype = autocast_dtype
         self._version = weights_version
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-        """Return `group_size` rollouts per prompt, prompt-major.
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        on_finished: Callable[[int, Rollout], None] | None = None,
+    ) -> list[Rollout]:
+        """Return `group_size` rollouts per prompt, prompt-major; `on_finished(row, rollout)` hears of each at its end.
 
         At most `max_rows` rows are decoded at a time, or one group where that is larger: it shares its prompt.
         """
-        keys = row_keys(sampling.seed, [prompt.id for prompt in prompts], group_size)
-        at_once = max(self._max_rows // group_size, 1)
-        rollouts: list[Rollout] = []
+        rollouts: dict[int, Rollout] = {}
         device = next(self._model.parameters()).device
         # in the precision of the training forward, or the two would disagree about log-probs
         with eval_mode(self._model), torch.inference_mode(), autocast(device, self._autocast_dtype):
-            for start in range(0, len(prompts), at_once):
-                part = prompts[start : start + at_once]
-                rows = slice(start * group_size, (start + len(part)) * group_size)
-                drawn = _decode_groups(plain_model(self._model), part, group_size, sampling, keys[rows], self._stop_ids)
-                rollouts += [
-                    self._rollout(part[row // group_size], ids, logps) for row, (ids, logps) in enumerate(drawn)
-                ]
-        return rollouts
+            decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
+            while decoding.fill(self._max_rows):
+                for row in decoding.draw():
+                    prompt = prompts[row // group_size]
+                    rollouts[row] = self._rollout(prompt, *decoding.completion(row))
+                    if on_finished is not None:
+                        on_finished(row, rollouts[row])
+                decoding.forward(self._max_rows)
+        return [rollouts[row] for row in range(len(prompts) * group_size)]
 
     def sync(self) -> int:
         """The weights are shared, so nothing has to move; count the version."""
@@ -126,67 +89,127 @@ class LocalEngine:
         return Rollout(prompt, tuple(ids), tuple(logps), finish, text, self._version)  # type: ignore[arg-type]
 
 
-def _decode_groups(
-    model: nn.Module,
-    prompts: Sequence[Prompt],
-    group_size: int,
-    sampling: Sampling,
-    keys: object,
-    stop_ids: tuple[int, ...],
-) -> list[tuple[list[int], list[float]]]:
-    """Return (ids, log-probs) for each of P·G rows: prefill P prompts once, then decode all rows together."""
-    device = next(model.parameters()).device
-    rows = torch.arange(len(prompts) * group_size, device=device)  # which row stands where in the shrinking batch
-    stops = torch.tensor(stop_ids, device=device)
-    lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
-    cache, logits = _prefill(model, prompts, sampling.max_new_tokens, device)
-    owner = rows // group_size
-    cache.select(owner)
-    logits, positions = logits[owner], lengths[owner]
-    tokens = torch.zeros(len(rows), sampling.max_new_tokens, dtype=torch.long, device=device)
-    logps = torch.zeros(len(rows), sampling.max_new_tokens, device=device)
-    drawn = torch.full((len(rows),), sampling.max_new_tokens, device=device)
-    alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-    with layout_attention(model):
-        for place in range(sampling.max_new_tokens):
-            banned = stop_ids if place < sampling.min_new_tokens else ()
-            uniform = uniforms(keys[rows.cpu().numpy()], place)  # type: ignore[index]
-            token, logp = sample(logits, uniform, sampling, banned)
-            tokens[rows, place], logps[rows, place] = token, logp
-            ended = alive & torch.isin(token, stops)
-            drawn[rows[ended]] = place + 1
-            alive &= ~ended
-            if place + 1 == sampling.max_new_tokens or not alive.any():
-                break
-            if alive.sum() <= 0.75 * len(alive):  # moving the cache costs about as much as a few wasted rows
-                stay = alive.nonzero().squeeze(1)
-                cache.select(stay)
-                rows, positions, token, alive = rows[stay], positions[stay], token[stay], alive[stay]
-            logits = _forward(model, token.unsqueeze(1), (positions + place).unsqueeze(1), cache)
-    return [
-        (ids[:count], values[:count])
-        for ids, values, count in zip(tokens.tolist(), logps.tolist(), drawn.tolist(), strict=True)
-    ]
+class _Decoding:
+    """The rows of one `generate` call: which are in the batch, what each has drawn, which prompts wait."""
+
+    def __init__(
+        self, model: Any, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, stop_ids: Sequence[int]
+    ) -> None:
+        self._model, self._device = model, next(model.parameters()).device
+        self._prompts, self._group_size, self._sampling = prompts, group_size, sampling
+        self._stop_ids, self._stops = tuple(stop_ids), torch.tensor(stop_ids, device=self._device)
+        self._keys = row_keys(sampling.seed, [prompt.id for prompt in prompts], group_size)
+        shape = (len(self._keys), sampling.max_new_tokens)
+        self._ids = torch.zeros(shape, dtype=torch.long, device=self._device)
+        self._logps = torch.zeros(shape, device=self._device)
+        self._entered = 0
+        """Prompts that have entered the batch."""
+        self._clear()
+
+    def _clear(self) -> None:
+        """Start from an empty batch; columns are (N,): which row stands there, tokens drawn, whether it goes on."""
+        self._rows, self._drawn = (torch.zeros(0, dtype=torch.long, device=self._device) for _ in range(2))
+        self._alive = torch.zeros(0, dtype=torch.bool, device=self._device)
+        self._tokens = self._rows
+        self._logits: Tensor | None = None
+        self._cache = KeyValues(self._sampling.max_new_tokens, self._device)
+
+    def fill(self, max_rows: int) -> bool:
+        """Let waiting prompts enter where there is room for enough of them; return whether anything is being decoded.
+
+        Each is prefilled once, and its group stands behind the rows that go on.
+        """
+        count = self._entering(len(self._rows), max_rows)
+        if count == 0:
+            return len(self._rows) > 0
+        new, first = self._prompts[self._entered : self._entered + count], self._entered * self._group_size
+        longest = max(len(prompt.ids) for prompt in new) + self._sampling.max_new_tokens
+        logits = [self._prefill(part, longest) for part in _by_tokens(new, _PREFILL_TOKENS)]
+        entering = torch.cat(logits).repeat_interleave(self._group_size, dim=0)  # (count·G, V)
+        rows = torch.arange(first, first + len(entering), device=self._device)
+        self._logits = entering if self._logits is None else torch.cat([self._logits, entering])
+        self._rows, self._drawn = torch.cat([self._rows, rows]), torch.cat([self._drawn, torch.zeros_like(rows)])
+        self._alive = torch.cat([self._alive, torch.ones_like(rows, dtype=torch.bool)])
+        self._entered += count
+        return True
+
+    def draw(self) -> list[int]:
+        """Draw a token for every row that goes on, and return the rows that it finished."""
+        limit, alive = self._sampling.max_new_tokens, self._alive
+        place = self._drawn.clamp(max=limit - 1)  # of a row that has finished nothing is kept
+        uniform = uniforms(self._keys[self._rows.cpu().numpy()], place.cpu().numpy())
+        short = place < self._sampling.min_new_tokens
+        assert self._logits is not None
+        banned = self._stop_ids if bool(short.any()) else ()
+        self._tokens, logps = sample(self._logits, uniform, self._sampling, banned, short)
+        rows, places = self._rows[alive], self._drawn[alive]
+        self._ids[rows, places], self._logps[rows, places] = self._tokens[alive], logps[alive]
+        self._drawn = self._drawn + alive
+        ended = torch.isin(self._tokens, self._stops) | (self._drawn >= limit)
+        self._alive = alive & ~ended
+        return self._rows[alive & ended].tolist()
+
+    def completion(self, row: int) -> tuple[list[int], list[float]]:
+        """Return ids and log-probs of a row that has just finished."""
+        count = int(self._drawn[self._rows == row])
+        return self._ids[row, :count].tolist(), self._logps[row, :count].tolist()
+
+    def forward(self, max_rows: int) -> None:
+        """Let finished rows leave where that pays, and run the tokens just drawn of the others."""
+        going_on = int(self._alive.sum())
+        if going_on == 0:
+            self._clear()
+            return
+        if going_on <= _WORTH_MOVING * len(self._rows) or self._entering(going_on, max_rows):
+            self._leave()
+        cache = self._cache
+        cache.begin()
+        output = self._hidden(self._tokens.unsqueeze(1), cache.positions().unsqueeze(1), cache)[:, 0]
+        self._logits = self._model.get_output_embeddings()(output)
+        cache.advance(self._alive)
+
+    def _entering(self, rows: int, max_rows: int) -> int:
+        """Return how many waiting prompts are to enter beside `rows` rows: none while too few places are free."""
+        waiting = len(self._prompts) - self._entered
+        room = (max_rows - rows) // self._group_size
+        count = min(waiting, room if rows else max(room, 1))
+        return count if count * self._group_size >= _WORTH_ENTERING * max_rows or room >= waiting else 0
+
+    def _leave(self) -> None:
+        stay = self._alive.nonzero().squeeze(1)
+        if len(stay) == len(self._rows):
+            return
+        self._cache.keep(stay)
+        self._rows, self._drawn, self._tokens = self._rows[stay], self._drawn[stay], self._tokens[stay]
+        self._alive = self._alive[stay]
+
+    def _prefill(self, prompts: Sequence[Prompt], longest: int) -> Tensor:
+        """Run prompts that stand one behind the other; return the logits (U, V) of each one's first new token."""
+        lengths = [len(prompt.ids) for prompt in prompts]
+        ids = torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=self._device)
+        positions = torch.tensor([[place for length in lengths for place in range(length)]], device=self._device)
+        layout = PromptPass(lengths, longest, self._device)
+        hidden = self._hidden(ids, positions, layout)[0]
+        self._cache.admit(layout, self._group_size)
+        ends = torch.tensor(lengths, device=self._device).cumsum(0) - 1
+        logits: Tensor = self._model.get_output_embeddings()(hidden[ends])
+        return logits
+
+    def _hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        with layout_attention(self._model):
+            output = decoder(self._model)(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
 
-def _prefill(
-    model: nn.Module, prompts: Sequence[Prompt], max_new_tokens: int, device: torch.device
-) -> tuple[KeyValues, Tensor]:
-    """Run the prompts, padded on the left, and return their cache and the logits (P, V) of their first new token."""
-    width = max(len(prompt.ids) for prompt in prompts)
-    pads = torch.tensor([width - len(prompt.ids) for prompt in prompts], device=device)
-    ids = torch.tensor([[*([0] * (width - len(prompt.ids))), *prompt.ids] for prompt in prompts], device=device)
-    places = torch.arange(width + max_new_tokens, device=device)
-    cache = KeyValues(visible=places >= pads.unsqueeze(1))
-    positions = (places[:width] - pads.unsqueeze(1)).clamp(min=0)
-    with layout_attention(model):
-        logits = _forward(model, ids, positions, cache)
-    return cache, logits
-
-
-def _forward(model: Any, ids: Tensor, positions: Tensor, cache: KeyValues) -> Tensor:
-    """Run new tokens (N, S) behind the cache and return the logits (N, V) of the last."""
-    output = decoder(model)(input_ids=ids, position_ids=positions, use_cache=False, layout=cache)
-    cache.advance(ids.shape[1])
-    logits: Tensor = model.get_output_embeddings()(output.last_hidden_state[:, -1])
-    return logits
+def _by_tokens(prompts: Sequence[Prompt], tokens: int) -> list[list[Prompt]]:
+    """Split prompts into runs of at most about `tokens` tokens each."""
+    runs: list[list[Prompt]] = []
+    room = 0
+    for prompt in prompts:
+        if not runs or len(prompt.ids) > room:
+            runs.append([])
+            room = tokens
+        runs[-1].append(prompt)
+        room -= len(prompt.ids)
+    return runs
