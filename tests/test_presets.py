@@ -21,27 +21,36 @@ METHODS = option_names("method")
 
 
 NUMBERS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath (2024), section 4.2: KL coefficient 0.04, a single update after each exploration stage
+    # DeepSeekMath (2024), section 4.2: KL coefficient 0.04, one update after each exploration stage; ε and n are ours
     "grpo": {
         "advantage": {"name": "group_relative", "std": "population"},
-        "objective": {"name": "clipped", "loss_agg": "seq_mean_token_mean", "beta": 0.04, "kl": "k3", "kl_in": "loss"},
+        "objective": {
+            **{"name": "clipped", "clip_eps": 0.2, "loss_agg": "seq_mean_token_mean"},
+            **{"beta": 0.04, "kl": "k3", "kl_in": "loss"},
+        },
         "trainer": {"ppo_epochs": 1},
     },
-    # DeepSeek-R1 (2025), training details: KL coefficient 0.001, temperature 1, a new reference every 400 steps
+    # DeepSeek-R1 (2025), section 2.1: KL coefficient 0.001, temperature 1, the reference replaced every 400 steps, one
+    # inner epoch; section 3.2.1: clip ratio 10
     "r1_zero": {
         "advantage": {"name": "group_relative", "std": "population"},
-        "objective": {"name": "clipped", "loss_agg": "seq_mean_token_mean", "beta": 0.001, "kl": "k3", "kl_in": "loss"},
+        "objective": {
+            **{"name": "clipped", "clip_eps": 10.0, "clip_eps_high": None, "loss_agg": "seq_mean_token_mean"},
+            **{"beta": 0.001, "kl": "k3", "kl_in": "loss"},
+        },
         "rollout": {"temperature": 1.0},
         "trainer": {"ppo_epochs": 1, "reference_every": 400, "reference_mix": 1.0},
     },
-    # Liu et al. (2025): neither std nor 1/|o|, beta 0
+    # Liu et al. (2025), examples/qwen2.5-math-7b.sh: beta 0, temperature 1, one epoch; a sum over generate_max_length
     "dr_grpo": {
         "advantage": {"name": "dr_grpo"},
         "objective": {"name": "clipped", "loss_agg": "constant", "length": None, "beta": 0.0},
+        "rollout": {"temperature": 1.0},
+        "trainer": {"ppo_epochs": 1},
     },
     # Yu et al. (2025), section 4.1: 0.2 and 0.28; 3.1 to 3.4: clip-higher, dynamic sampling, token level, overlong
     "dapo": {
-        "advantage": {"name": "group_relative", "std": "population"},
+        "advantage": {"name": "group_relative", "std": "sample", "eps": 1e-6},
         "objective": {
             **{"name": "clipped", "clip_eps": 0.2, "clip_eps_high": 0.28, "loss_agg": "token_mean", "beta": 0.0},
             "mask_truncated": True,
@@ -55,7 +64,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
             **{"name": "reinforce", "loss_agg": "seq_mean_token_sum", "beta": 0.03, "kl": "k1", "kl_in": "reward"}
         },
     },
-    # Hu et al. (2025): A = r − beta · Σ of later k1, standardised over the batch, PPO's clip; beta is ours
+    # Hu et al. (2025), v1, table 1: KL coefficient 0.001 for mathematics, clip 0.2; A = r − beta · Σ of later k1,
+    # standardised over the batch
     "reinforce_pp": {
         "advantage": {"name": "reinforce_pp", "std": "population"},
         "objective": {
@@ -63,12 +73,13 @@ NUMBERS: dict[str, dict[str, Any]] = {
             **{"beta": 0.001, "kl": "k1", "kl_in": "reward"},
         },
     },
-    # Schulman et al. (2017), section 6.1 and table 3: ε .2, λ .95; beta, γ and the four passes are ours
+    # Stiennon et al. (2020): γ 1, λ 0.95, 4 epochs, KL coefficient 0.05; Ziegler et al. (2019), train_policy.py: both
+    # clips 0.2, advantages whitened
     "ppo": {
         "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": True},
         "objective": {
             **{"name": "clipped", "clip_eps": 0.2, "clip_eps_high": None, "loss_agg": "token_mean"},
-            **{"beta": 0.001, "kl": "k1", "kl_in": "reward"},
+            **{"beta": 0.05, "kl": "k1", "kl_in": "reward"},
         },
         "critic": {"clip": 0.2},
         "trainer": {"ppo_epochs": 4},
@@ -88,7 +99,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "objective": {"name": "cispo", "clip_eps": None, "ratio_cap": 5.0, "loss_agg": "token_mean", "beta": 0.0},
         "rollout": {"dynamic_sampling": True},
     },
-    # Khatri et al. (2025): CISPO, batch normalisation, prompts of zero variance left out
+    # Khatri et al. (2025), section 4 and A.17: CISPO at 4, 5 or 8, batch normalisation, no prompts of zero variance
     "scalerl": {
         "advantage": {"name": "batch_normalized"},
         "objective": {
@@ -105,11 +116,21 @@ NUMBERS: dict[str, dict[str, Any]] = {
             **{"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "loss_agg": "seq_mean_token_mean", "beta": 0.0}
         },
     },
-    # Liu et al. (2026): the advantage alone
-    "gdpo": {"advantage": {"name": "gdpo"}, "objective": {"name": "clipped"}},
-    # Liu et al. (2025): 0.2 and 0.4, temperature 1.2, dynamic sampling, hard resets; beta and the interval are ours
+    # Liu et al. (2026), table 7: clip_ratio 0.2 and 0.28, kl_loss 0.0005 of type mse, temperature 1, filter_groups, one
+    # epoch; section 4.2: DAPO's mean over tokens
+    "gdpo": {
+        "advantage": {"name": "gdpo", "std": "sample", "eps": 1e-4},
+        "objective": {
+            **{"name": "clipped", "clip_eps": 0.2, "clip_eps_high": 0.28, "loss_agg": "token_mean"},
+            **{"beta": 0.0005, "kl": "k2", "kl_in": "loss", "mask_truncated": False},
+        },
+        "rollout": {"temperature": 1.0, "dynamic_sampling": True},
+        "trainer": {"ppo_epochs": 1},
+    },
+    # Liu et al. (2025), section 3.2: 0.2 and 0.4, temperature 1.2, dynamic sampling; beta, its kind and the
+    # interval are ours
     "prorl": {
-        "advantage": {"name": "group_relative", "std": "population"},
+        "advantage": {"name": "group_relative", "std": "sample", "eps": 1e-6},
         "objective": {
             **{"name": "clipped", "clip_eps": 0.2, "clip_eps_high": 0.4, "loss_agg": "seq_mean_token_mean"},
             **{"beta": 1e-3, "kl": "k3", "kl_in": "loss"},
@@ -118,6 +139,32 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "trainer": {"reference_every": 500, "reference_mix": 1.0},
     },
 }
+OF_OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo": {"clip_eps": 0.2, "beta": 0.04, "loss_agg": "seq_mean_token_mean"},
+    "dapo": {"clip_eps": 0.2, "clip_eps_high": 0.28, "loss_agg": "token_mean"},
+    "dr_grpo": {"clip_eps": 0.2, "loss_agg": "constant"},
+    "ppo_clip": {"clip_eps": 0.2, "loss_agg": "token_mean"},
+    # Ye et al. (2020), as verl has it
+    "dual_clip": {"delta": 3.0},
+    "gspo": {"clip_eps": 3e-4, "clip_eps_high": 4e-4, "ratio_level": "sequence"},
+    "gspo_token": {"clip_eps": 3e-4, "clip_eps_high": 4e-4, "ratio_level": "sequence_token"},
+    # Liu et al. (2026), section 5.1
+    "luspo": {"clip_eps": 2e-3, "clip_eps_high": 2.5e-3, "ratio_level": "sequence", "loss_agg": "seq_mean_token_sum"},
+    # Zhao et al. (2025), section 4: ρ within (e^−0.4, e^0.4)
+    "gmpo": {"clip_eps": 0.4, "clip_eps_high": None},
+    "cispo": {"clip_eps": None, "ratio_cap": 5.0, "loss_agg": "token_mean"},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    # Shen et al. (2026), section 4.1: (2, 3) for A > 0 and (3, 2) for A < 0
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "reinforce": {"loss_agg": "token_mean", "beta": 0.0},
+}
+
+
+@pytest.mark.parametrize("objective", [name for name in option_names("objective") if not name.startswith("_")])
+def test_the_numbers_of_an_objective_are_its_papers(objective: str) -> None:
+    _, plain = composed(f"objective={objective}")
+    numbers = OF_OBJECTIVES[objective]
+    assert {key: plain["objective"][key] for key in numbers} == numbers
 
 
 @pytest.mark.parametrize("method", METHODS)
