@@ -1,9 +1,10 @@
 """Reading a judge's verdict, strictly: what is not clearly a verdict is none.
 
-Where the reply is or ends with a JSON object (fenced or not), its key score, match, correct, verdict or label decides.
-Otherwise the verdict is the last `[[8]]` at a line's end or line that begins with `SCORE:`, `GRADE:`, `RATING:` or
-`VERDICT:`; or a last line that is a label, a number or a fraction, has one behind its last colon, or names one label in
-capitals without a negation. Where the two disagree there is no verdict. Text before `</think>` is not read.
+Where the reply is, ends with, or begins with a JSON object (fenced or not), its keys decide. Otherwise the verdict is
+the last `[[8]]` at a line's end or line that begins with `SCORE:`, `GRADE:`, `RATING:` or `VERDICT:`; or a last line
+that is a label, a number or a fraction, has one behind its last colon, says "the response is <label>", or names one
+label in capitals without a doubt; or a first line that begins with a label. Where two of these disagree there is no
+verdict. Text before `</think>` is not read.
 """
 
 from __future__ import annotations
@@ -11,93 +12,243 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-_KEYS = ("score", "match", "correct", "verdict", "label")
+_KEYS = ("score", "match", "correct", "verdict", "label", "rating", "grade", "winner")
+_YES_OR_NO = ("match", "correct")
+_TRUTH = {"true": 1.0, "false": 0.0}
+_YES = {**_TRUTH, "yes": 1.0, "no": 0.0, "1": 1.0, "0": 0.0}
+_LONGEST = 100_000
+"""Characters; a longer reply is none."""
+_MOST_BRACES = 100
+"""How many are tried for the one that opens the last object; a verdict has few, and each try reads to the end."""
+
 _MARKS = "*_`#~\"' \t"
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _FRACTION = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?", re.IGNORECASE)
 _RATING = re.compile(rf"\[\[\s*({_NUMBER}(?:\s*/\s*{_NUMBER})?|\w+)\s*\]\][*_`.\s]*$", re.MULTILINE)
 _NAMED = re.compile(
-    r"^[*_`#~ \t]*(?:final[ \t]+)?(?:score|grade|rating|verdict|judge?ment)[*_` \t]*[:=][*_` \t]*(\S[^\n]*)$",
+    r"^[*_`#~ \t]*(?:final[ \t]+)?(?:score|grade|rating|verdict|judge?ment|winner)[*_` \t]*[:=][*_` \t]*(\S[^\n]*)$",
     re.IGNORECASE | re.MULTILINE,
 )
+_ABOUT_SCORES = re.compile(r"\b(?:score|grade|rating|verdict|judge?ment|mark|points|total)\b", re.IGNORECASE)
+_SAID = re.compile(
+    r"(?:(?:so|thus|hence|therefore|overall),?\s+)?(?:(?:the|this)\s+)?(?:(?:model|student|candidate)['’]s\s+)?"
+    r"(?:final\s+)?(?:response|answer|completion|candidate|solution|it|this|verdict|grade|result)\s+is\s+(.+)",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"\w+")
-_NEGATION = re.compile(r"\b(?:not|never|neither|nor|no|cannot)\b|n['’]t\b", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"\b(?:not|never|neither|nor|no|cannot|would|could|if|unless|almost|nearly|partly|partially|hardly)\b|n['’]t\b",
+    re.IGNORECASE,
+)
+_TURN = re.compile(r"\b(?:but|however|although|though|except|wait|if|unless|would|could)\b", re.IGNORECASE)
+_FENCE = re.compile(r"```\w*\s*")
 
 
-def read_verdict(reply: str | None, labels: Mapping[str, float], scale: float = 1.0) -> float | None:
-    """The score that a judge's reply states, None where it states none.
+@dataclass(frozen=True)
+class Scale:
+    """How words and numbers become scores from 0 to 1: labels have their value, numbers run from `low` to `high`.
 
-    Numbers count from 0 to `scale` and are divided by it, fractions (`8/10`) by their own denominator; labels have the
-    value of `labels`. Numbers outside, NaN and infinities are no verdict.
+    With `low` = `high` numbers, true and false are no verdict, only labels.
     """
-    if not reply:
+
+    labels: Mapping[str, float]
+    low: float = 0.0
+    high: float = 1.0
+
+    def number(self, value: float) -> float | None:
+        """The score of a number; None outside the scale, and for NaN."""
+        return (value - self.low) / (self.high - self.low) if self._numbers and self.low <= value <= self.high else None
+
+    def fraction(self, value: float, of: float) -> float | None:
+        """The score of `value` out of `of`: the scale's own maximum, or another where the scale begins at 0."""
+        if of == self.high:
+            return self.number(value)
+        return value / of if self._numbers and self.low == 0 and 0 <= value <= of and 0 < of < math.inf else None
+
+    def label(self, text: str) -> float | None:
+        """The score of a label, upper and lower case alike."""
+        return next((value for label, value in self.labels.items() if label.casefold() == text.casefold()), None)
+
+    def text(self, text: str) -> float | None:
+        """The score of a text that is a label, a number or a fraction and nothing else."""
+        text = _bare(text)
+        named = self.label(text)
+        match = _FRACTION.fullmatch(text)
+        if named is not None or match is None:
+            return named
+        return self.number(float(match[1])) if match[2] is None else self.fraction(float(match[1]), float(match[2]))
+
+    def json(self, value: Any, yes_or_no: bool = False) -> float | None:
+        """The score of a JSON value; where the question was `yes_or_no`, numbers other than 0 and 1 are none."""
+        if isinstance(value, bool):
+            return float(value) if self._numbers else None
+        if isinstance(value, str):
+            words = (_YES if yes_or_no else _TRUTH) if self._numbers else {}
+            spoken = words.get(value.strip().casefold())
+            return spoken if spoken is not None else self.label(_bare(value)) if yes_or_no else self.text(value)
+        if not isinstance(value, int | float):
+            return None
+        return self.number(value) if not yes_or_no else float(value) if value in (0, 1) else None
+
+    @property
+    def _numbers(self) -> bool:
+        return self.low < self.high
+
+
+def read_verdict(reply: str | None, scale: Scale) -> float | None:
+    """The score that a judge's reply states, None where it states none."""
+    text = _spoken(reply)
+    if text is None:
+        return None
+    found, rest = _json_object(text)
+    if found is None:
+        cut_off = text.rfind("{") > text.rfind("}")  # inside an object, where half a number is another number
+        return None if cut_off else _from_text(text, scale)
+    verdict = _from_json(found, scale)
+    return verdict if not rest or _from_text(rest, scale) in (None, verdict) else None
+
+
+def _from_text(text: str, scale: Scale) -> float | None:
+    stated = [match for pattern in (_RATING, _NAMED) for match in pattern.finditer(text)]
+    closing = _from_last_line(text.splitlines()[-1], scale)
+    if stated:
+        verdict = scale.text(max(stated, key=lambda match: match.end())[1])
+        return verdict if closing in (None, verdict) else None
+    opening = _from_first_word(text, scale)
+    return closing if opening in (None, closing) else opening if closing is None else None
+
+
+def read_criteria(reply: str | None, names: Sequence[str], scale: Scale) -> dict[str, float] | None:
+    """The score of each criterion, None where any is missing or no score.
+
+    They stand in a JSON object under their names (or there in an object under `scores`), each as a value or as an
+    object that `read_verdict` would read; or on lines `name: value`, once each.
+    """
+    text = _spoken(reply)
+    if text is None:
+        return None
+    found, _ = _json_object(text)
+    if found is not None:
+        inner = found.get("scores", found)
+        found = inner if isinstance(inner, dict) else found
+        said = {name: found.get(name.casefold()) for name in names}
+        scores = {
+            name: _from_json(value, scale) if isinstance(value, dict) else scale.json(value)
+            for name, value in said.items()
+        }
+    else:
+        scores = {name: _from_line(text, name, scale) for name in names}
+    whole = {name: score for name, score in scores.items() if score is not None}
+    return whole if len(whole) == len(names) else None
+
+
+def _spoken(reply: str | None) -> str | None:
+    """What of a reply is read: behind the reasoning; None where there is nothing."""
+    if not reply or len(reply) > _LONGEST:
         return None
     before, closed, answer = reply.rpartition("</think>")
     text = (answer if closed else before + answer).strip()
-    if not text or "<think>" in text:  # the reasoning never ended
-        return None
-    found = _json_object(text)
-    if found is not None:
-        return _from_json(found, labels, scale)
-    stated = [match for pattern in (_RATING, _NAMED) for match in pattern.finditer(text)]
-    closing = _from_last_line(text.splitlines()[-1], labels, scale)
-    if not stated:
-        return closing
-    verdict = _from_text(max(stated, key=lambda match: match.end())[1], labels, scale)
-    return verdict if closing in (None, verdict) else None
+    return text if text and "<think>" not in text else None  # else the reasoning never ended
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that the text is, or ends with (a code fence around it put aside)."""
-    text = text.removesuffix("```").rstrip()
-    if not text.endswith("}"):
-        return None
-    start = text.rfind("{")
-    while start >= 0:
-        try:
-            found = json.loads(text[start:])
-        except (ValueError, RecursionError):  # the judge's text: this brace does not open the object
-            start = text.rfind("{", 0, start)
+def _json_object(text: str) -> tuple[dict[str, Any] | None, str]:
+    """The JSON object that the text ends with or begins with, its keys in lower case, and the text behind it.
+
+    At the end it stands at the beginning of a line or behind a colon, so that words which quote one are not taken for
+    a verdict. At the beginning it stands alone on its lines, and no brace follows: a judge that goes on to another is
+    not finished.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_without_contradictions)
+    ending = text.rstrip(_MARKS + "\n")
+    for start in _last_braces(ending) if ending.endswith("}") else ():
+        found, end = _decoded(decoder, ending, start)
+        if found is not None and end == len(ending):
+            return (found, "") if _opens(ending[:start]) else (None, "")
+    fence = _FENCE.match(text)
+    found, end = _decoded(decoder, text, fence.end() if fence else 0)
+    rest = text[end:]
+    alone = re.match(r"\s*```[ \t]*(\n|$)" if fence else r"[ \t]*\n", rest)
+    return (found, rest[alone.end() :].strip()) if found is not None and alone and "{" not in rest else (None, "")
+
+
+def _last_braces(text: str) -> Iterator[int]:
+    place = len(text)
+    for _ in range(_MOST_BRACES):
+        place = text.rfind("{", 0, place)
+        if place < 0:
+            return
+        yield place
+
+
+def _opens(before: str) -> bool:
+    before = before.rstrip(_MARKS + ">-").removesuffix("json").rstrip(_MARKS + ">-")
+    return before.endswith(("\n", ":")) or not before
+
+
+def _decoded(decoder: json.JSONDecoder, text: str, start: int) -> tuple[dict[str, Any] | None, int]:
+    try:
+        found, end = decoder.raw_decode(text, start)
+    except (ValueError, RecursionError):  # the judge's text: no object begins here
+        return None, start
+    return (found, end) if isinstance(found, dict) else (None, start)
+
+
+def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in which a key that came twice with different values has none."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        key = key.strip().casefold()
+        found[key] = value if key not in found or found[key] == value else None
+    return found
+
+
+def _from_json(found: Mapping[str, Any], scale: Scale) -> float | None:
+    """The first key of `_KEYS` decides, unless another says the opposite."""
+    said = [scale.json(found[key], key in _YES_OR_NO) for key in _KEYS if key in found]
+    return None if not said or {0.0, 1.0} <= set(said) else said[0]
+
+
+def _from_line(text: str, name: str, scale: Scale) -> float | None:
+    lines = re.findall(
+        rf"^[-*_`#~ \t]*{re.escape(name)}[*_` \t]*[:=][*_` \t]*(\S[^\n]*)$", text, re.IGNORECASE | re.MULTILINE
+    )
+    return scale.text(lines[0]) if len(lines) == 1 else None
+
+
+def _from_last_line(line: str, scale: Scale) -> float | None:
+    """The verdict of a last line that is one, has one behind its last colon, or says or names it."""
+    whole = scale.text(line)
+    if whole is not None:
+        return whole
+    before, _, behind = line.rpartition(":")
+    verdict = scale.text(behind) if _ABOUT_SCORES.search(before) else scale.label(_bare(behind))
+    said = _SAID.fullmatch(_bare(line))
+    if verdict is None and said is not None:
+        verdict = scale.label(_bare(said[1]))
+    if verdict is not None:
+        return verdict
+    named = {word for word in _WORD.findall(line) if word in scale.labels and word.isupper() and len(word) > 1}
+    rest = " ".join(word for word in line.split() if word.strip(_MARKS + ".,!") not in named)
+    return scale.labels[named.pop()] if len(named) == 1 and not _DOUBT.search(rest) else None
+
+
+def _from_first_word(text: str, scale: Scale) -> float | None:
+    """The value of a label that the text begins with, where nothing behind it takes it back or names another."""
+    for label, value in scale.labels.items():
+        head = re.match(rf"[*_`#~ \t]*{re.escape(label)}[*_`]*(?:[.,:;!—–-]|\s*\n)", text, re.IGNORECASE)
+        if head is None:
             continue
-        return found if isinstance(found, dict) else None
+        rest = text[head.end() :]
+        others = (other for other in scale.labels if other != label)
+        named = any(re.search(rf"\b{re.escape(other)}\b", rest, re.IGNORECASE) for other in others)
+        return None if named or _TURN.search(rest) else value
     return None
 
 
-def _from_json(found: Mapping[str, Any], labels: Mapping[str, float], scale: float) -> float | None:
-    value = next((found[key] for key in _KEYS if key in found), None)
-    if isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        spoken = {"true": 1.0, "false": 0.0}.get(value.strip().lower())
-        return spoken if spoken is not None else _from_text(value, labels, scale)
-    return _scaled(value, scale) if isinstance(value, int | float) else None
-
-
-def _from_text(text: str, labels: Mapping[str, float], scale: float) -> float | None:
-    """The value of a text that is a label, a number or a fraction and nothing else."""
-    text = text.strip().strip(_MARKS).rstrip(".!").strip(_MARKS)
-    by_name = {label.casefold(): value for label, value in labels.items()}
-    if text.casefold() in by_name:
-        return by_name[text.casefold()]
-    match = _FRACTION.fullmatch(text)
-    if match is None:
-        return None
-    return _scaled(float(match[1]), scale if match[2] is None else float(match[2]))
-
-
-def _from_last_line(line: str, labels: Mapping[str, float], scale: float) -> float | None:
-    """The verdict of a last line that is one, has one behind its last colon, or names one label in capitals."""
-    for part in (line, line.rpartition(":")[2]):
-        verdict = _from_text(part, labels, scale)
-        if verdict is not None:
-            return verdict
-    named = {word for word in _WORD.findall(line) if word in labels and word.isupper() and len(word) > 1}
-    rest = " ".join(word for word in line.split() if word.strip(_MARKS + ".,!") not in named)
-    return labels[named.pop()] if len(named) == 1 and not _NEGATION.search(rest) else None
-
-
-def _scaled(value: float, scale: float) -> float | None:
-    return value / scale if 0 <= value <= scale and 0 < scale < math.inf else None
+def _bare(text: str) -> str:
+    """The text without marks of emphasis around it and the stop behind it."""
+    return text.strip().strip(_MARKS).rstrip(".!").strip(_MARKS)
