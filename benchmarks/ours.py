@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
@@ -13,7 +14,7 @@ from typing import Any
 from forcing import ending_our_rows
 from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib, resident_gib
 from weights import warm_up
-from workloads import Workload, write_prompts
+from workloads import Workload, reached, write_prompts
 
 from grpo_toolbox.callbacks import Callback
 from grpo_toolbox.cli.train import run_composed
@@ -23,7 +24,7 @@ from grpo_toolbox.config.inputs import check_inputs
 from grpo_toolbox.models.load import load_tokenizer
 from grpo_toolbox.run import Run
 from grpo_toolbox.trainer import train
-from grpo_toolbox.types import Step
+from grpo_toolbox.types import RunInfo, Step
 
 
 class Recorder(Callback):
@@ -71,7 +72,7 @@ def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
             raise SystemExit(f"completions of {sorted(recorder.lengths)} tokens, not {sorted(load.lengths())}")
         return {"steps": recorder.steps, "loaded_gib": loaded}
 
-    return with_run(load, job, work)
+    return on_workload(load, job, work)
 
 
 def measure_rollouts(job: dict[str, Any]) -> dict[str, Any]:
@@ -92,31 +93,74 @@ def measure_rollouts(job: dict[str, Any]) -> dict[str, Any]:
             steps.append({"seconds": seconds, "completion_tokens": tokens, "peak_gib": peak_gib(job["device"])})
         return {"steps": steps}
 
-    return with_run(load, job, work)
+    return on_workload(load, job, work)
 
 
-def with_run(load: Workload, job: dict[str, Any], work: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
-    """Build the run of a workload exactly as the command line does, and do `work` on it."""
-    found: list[dict[str, Any]] = []
+class Reached(Exception):
+    """The reward is as high as it was to become."""
+
+
+class UntilReward(Callback):
+    """Ends a run when the mean reward of ten steps reaches a goal; counts the seconds from the first step on."""
+
+    def __init__(self, goal: float) -> None:
+        self._goal = goal
+        self.rewards: list[float] = []
+        self.seconds = 0.0
+        self._started = time.perf_counter()
+
+    def on_start(self, info: RunInfo) -> None:
+        """Start the clock: everything is built."""
+        self._started = time.perf_counter()
+
+    def on_step(self, step: Step) -> None:
+        """Count the step."""
+        self.rewards.append(step.metrics["reward_mean"])
+        self.seconds = time.perf_counter() - self._started
+        if reached(self.rewards, self._goal):
+            raise Reached
+
+
+def measure_learning(job: dict[str, Any]) -> dict[str, Any]:
+    """Train `experiment=grpo_tiny` with a seed until its reward is reached."""
+
+    def work(run: Run) -> dict[str, Any]:
+        goal = UntilReward(job["goal"])
+        run.callbacks = [goal]
+        with contextlib.suppress(Reached):
+            train(run)
+        return {"seconds": goal.seconds, "optimizer_steps": len(goal.rewards), "rewards": goal.rewards}
+
+    words = ["experiment=grpo_tiny", f"trainer.seed={job['seed']}", f"trainer.max_steps={job['max_steps']}"]
+    return on_run(words, work)
+
+
+def on_workload(load: Workload, job: dict[str, Any], work: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+    """Build the run of a workload and do `work` on it."""
     with tempfile.TemporaryDirectory() as scratch:
         data = write_prompts(load, load_tokenizer(job["model"]), Path(scratch) / "prompts.jsonl")
+        return on_run(overrides(load, job, data), work)
 
-        def task(checked: tuple[Any, dict[str, Any]]) -> int:
-            config, plain = checked
-            inputs = check_inputs(config)
-            with claim_run_dir(config, plain) as info:
-                found.append(work(build_run(config, inputs, info)))
-            return 0
 
-        run_composed("train", overrides(load, job, data, Path(scratch) / "run"), task)
+def on_run(words: list[str], work: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+    """Build a run exactly as `toolbox train <words>` does, and do `work` on it."""
+    found: list[dict[str, Any]] = []
+
+    def task(checked: tuple[Any, dict[str, Any]]) -> int:
+        config, plain = checked
+        inputs = check_inputs(config)
+        with claim_run_dir(config, plain) as info:
+            found.append(work(build_run(config, inputs, info)))
+        return 0
+
+    with tempfile.TemporaryDirectory() as scratch:
+        run_composed("train", ["callbacks=none", f"run_dir={scratch}/run", *words], task)
     return found[0]
 
 
-def overrides(load: Workload, job: dict[str, Any], data: Path, run_dir: Path) -> list[str]:
+def overrides(load: Workload, job: dict[str, Any], data: Path) -> list[str]:
     """Return the command line of a workload."""
     return [
-        "callbacks=none",
-        f"run_dir={run_dir}",
         f"model.path={job['model']}",
         f"model.lora.r={load.lora_rank}",
         f"data.path={data}",
@@ -139,4 +183,4 @@ def overrides(load: Workload, job: dict[str, Any], data: Path, run_dir: Path) ->
 
 if __name__ == "__main__":
     given = job_of(sys.argv[1:])
-    answer({"steps": measure_steps, "rollouts": measure_rollouts}[given["what"]](given))
+    answer({"steps": measure_steps, "rollouts": measure_rollouts, "learning": measure_learning}[given["what"]](given))

@@ -155,8 +155,3 @@ def machine() -> str:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def other_load() -> float:
-    """Return the system's load of the last minute: what else ran when a measurement began."""
-    return os.getloadavg()[0]

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from probe import in_child
-from results import parse, parser, record, run_sides
+from results import parser, record, run_sides
 from weights import ready_model
 from workloads import ROLLOUTS, as_job, workload
 
-CACHES = ("dynamic", "static")
+SIDES = ("ours", "dynamic", "static")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write down, print the table."""
-    arguments = parse(parser(__doc__, tuple(ROLLOUTS), ("ours", *CACHES)), argv)
+    arguments = parser(__doc__, tuple(ROLLOUTS), SIDES).parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         arguments.model = ready_model(arguments.model, Path(scratch))
         run_sides(arguments, measure)

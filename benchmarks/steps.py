@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from probe import in_child
-from results import parse, parser, record, run_sides
+from results import parser, record, run_sides
 from weights import ready_model
 from workloads import STEPS, as_job, workload
 
+SIDES = ("ours", "trl")
 MICRO_BATCH = 8
 """TRL's `per_device_train_batch_size` in rows, where `--micro-batch` does not say otherwise."""
 TRIED = (4, 8, 16, 32, 64)
@@ -28,16 +29,21 @@ TRIED = (4, 8, 16, 32, 64)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write down, print the table."""
-    options = parser(__doc__, tuple(STEPS), ("ours", "trl"))
-    options.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="rows that TRL trains at a time")
+    options = parser(__doc__, tuple(STEPS), SIDES)
+    add_options(options)
     options.add_argument("--tune", default="", help="workloads on which to try TRL's micro-batch sizes, and stop")
-    arguments = parse(options, argv)
+    arguments = options.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         arguments.model = ready_model(arguments.model, Path(scratch))
         if arguments.tune:
             tune(arguments)
             return
         run_sides(arguments, measure)
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """Add what `measure` reads beside the common options."""
+    options.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="rows that TRL trains at a time")
 
 
 def measure(name: str, side: str, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:

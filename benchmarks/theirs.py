@@ -18,7 +18,11 @@ from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib,
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from weights import plain_model, warm_up
-from workloads import Workload, exact_prompts, fixed_reward, prompt_rows
+from workloads import Workload, exact_prompts, fixed_reward, prompt_rows, reached
+
+from grpo_toolbox.data.builtin import additions
+from grpo_toolbox.models.tiny import build_tiny
+from grpo_toolbox.rewards.exact import exact_match
 
 
 class Recorder(TrainerCallback):
@@ -170,6 +174,76 @@ def measure_generate(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps}
 
 
+class UntilReward(TrainerCallback):
+    """Ends a run when the mean reward of ten steps reaches a goal; counts the seconds from the first step on."""
+
+    def __init__(self, goal: float) -> None:
+        self._goal = goal
+        self._started = 0.0
+        self.rewards: list[float] = []
+        self.seconds = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock: everything is built."""
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step."""
+        self.seconds = time.perf_counter() - self._started
+        control.should_training_stop = reached(self.rewards, self._goal)
+
+
+def measure_learning(job: dict[str, Any]) -> dict[str, Any]:
+    """Train the model, data and settings of `experiment=grpo_tiny` with a seed until its reward is reached."""
+    goal = UntilReward(job["goal"])
+    right = exact_match(extract="whole")
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        values = right(completions=completions, answer=answer)
+        goal.rewards.append(sum(values) / len(values))
+        return values
+
+    with tempfile.TemporaryDirectory() as scratch:
+        model, tokenizer = build_tiny()
+        model.save_pretrained(scratch)
+        model.config._name_or_path = scratch  # where TRL loads its reference from
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=_tiny_settings(job, scratch),
+            train_dataset=Dataset.from_list(additions()),
+            processing_class=tokenizer,
+            callbacks=[goal],
+        )
+        trainer.train()
+    return {"seconds": goal.seconds, "optimizer_steps": len(goal.rewards), "rewards": goal.rewards}
+
+
+def _tiny_settings(job: dict[str, Any], scratch: str) -> GRPOConfig:
+    """Return TRL's names for what `experiment=grpo_tiny` sets; all 256 rows are one micro-batch, which is fastest."""
+    return GRPOConfig(
+        output_dir=scratch,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        seed=job["seed"],
+        loss_type="grpo",
+        beta=0.04,
+        use_bias_correction_kl=False,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.2,
+        max_steps=job["max_steps"],
+        num_generations=16,
+        max_completion_length=3,
+        per_device_train_batch_size=256,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
 def _finish(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -177,4 +251,4 @@ def _finish(device: str) -> None:
 
 if __name__ == "__main__":
     given = job_of(sys.argv[1:])
-    answer({"steps": measure_steps, "rollouts": measure_generate}[given["what"]](given))
+    answer({"steps": measure_steps, "rollouts": measure_generate, "learning": measure_learning}[given["what"]](given))

@@ -157,6 +157,11 @@ def fixed_reward(prompts: Sequence[str], kind: Sequence[str], **_: Any) -> list[
     return rewards
 
 
+def reached(rewards: Sequence[float], goal: float, steps: int = 10) -> bool:
+    """Tell whether the mean reward of the last ten steps is at least `goal`."""
+    return len(rewards) >= steps and sum(rewards[-steps:]) / steps >= goal
+
+
 def as_job(load: Workload) -> dict[str, Any]:
     """Return the workload as plain values, for another process."""
     return asdict(load)
