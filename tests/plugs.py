@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_toolbox.objectives import clipped
+from grpo_toolbox.rewards import TrainerState
 
 _calls = {"update": 0, "evaluation": 0}
 
@@ -22,12 +23,12 @@ def digits(completions: list[Any]) -> list[float]:
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts]
 
 
-def noisy(completions: list[str], trainer_state: object) -> list[float]:
+def noisy(completions: list[str], trainer_state: TrainerState) -> list[float]:
     """`digits` with noise from each generator that a reward may draw from; the process stops itself where asked."""
-    if trainer_state is None:
+    if trainer_state.evaluating:
         stop_here("evaluation")
     else:
-        _stop("rollouts", trainer_state.step)  # type: ignore[attr-defined]
+        _stop("rollouts", trainer_state.step)
     return [
         value + 0.1 * random.random() + 0.1 * np.random.random() + 0.1 * float(torch.rand(()))
         for value in digits(completions)
@@ -58,21 +59,21 @@ def _stop(stage: str, count: int) -> None:
         os.kill(os.getpid(), signal.Signals[wanted[0]])
 
 
-def failing_at_3(completions: list[str], trainer_state: object) -> list[float]:
+def failing_at_3(completions: list[str], trainer_state: TrainerState) -> list[float]:
     """`digits`, and an exception in step 3."""
-    if trainer_state is not None and trainer_state.step == 3:  # type: ignore[attr-defined]
+    if trainer_state.step == 3 and not trainer_state.evaluating:
         raise KeyError("gold")
     return digits(completions)
 
 
-def spread_but_in_step_2(completions: list[str], trainer_state: object) -> list[float]:
+def spread_but_in_step_2(completions: list[str], trainer_state: TrainerState) -> list[float]:
     """`digits`, but the same for all in step 2."""
-    return [1.0] * len(completions) if trainer_state.step == 2 else digits(completions)  # type: ignore[attr-defined]
+    return [1.0] * len(completions) if trainer_state.step == 2 else digits(completions)
 
 
-def best_second(completions: list[str], trainer_state: object) -> list[float]:
+def best_second(completions: list[str], trainer_state: TrainerState) -> list[float]:
     """`digits`, and in evaluations 0, 0.5, 1, 0.2, 0.1, …: the best comes after step 2."""
-    if trainer_state is not None:
+    if not trainer_state.evaluating:
         return digits(completions)
     _calls["evaluation"] += 1
     return [{2: 0.5, 3: 1.0, 4: 0.2}.get(_calls["evaluation"], 0.1)] * len(completions)

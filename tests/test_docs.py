@@ -17,7 +17,7 @@ import pytest
 
 from command_line import composed, toolbox
 from grpo_toolbox.advantages import ADVANTAGES
-from grpo_toolbox.config.source import CONF, PACKAGE, groups, option_names, schema_keys
+from grpo_toolbox.config.source import CONF, PACKAGE, SHARED_KEYS, groups, option_names, schema_keys
 from grpo_toolbox.objectives import OBJECTIVES
 from grpo_toolbox.ops import AGGREGATIONS, KL
 from grpo_toolbox.ratios import CORRECTIONS, RATIO_LEVELS
@@ -266,6 +266,8 @@ def _key_rows(prefix: str, class_name: str) -> Iterator[str]:
     for name, kind, default, meaning in schema_keys(class_name):
         if kind.endswith("Config"):
             yield from _key_rows(f"{prefix}{name}.", kind)
+        elif name in SHARED_KEYS:
+            yield from _key_rows(f"{prefix}{name}.", SHARED_KEYS[name])
         elif not kind.startswith("dict"):
             shown = {"MISSING": "required", "None": "null", "True": "true", "False": "false"}.get(default, default)
             yield f"| `{prefix}{name}` | {shown.strip(chr(39))} | {_cell(meaning)} |"

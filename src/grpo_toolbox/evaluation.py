@@ -6,18 +6,25 @@ from collections.abc import Sequence
 
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.metrics import finite_metrics, pass_rate
-from grpo_toolbox.rewards import Reward, score_rollouts
+from grpo_toolbox.rewards import ErrorBudget, Reward, TrainerState, score_rollouts
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.types import Prompt, Sampling
 
 
-def evaluate(engine: Engine, reward: Reward, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, float]:
+def evaluate(
+    engine: Engine,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    state: TrainerState | None = None,
+    budget: ErrorBudget | None = None,
+) -> dict[str, float]:
     """Return `eval/reward`, `eval/pass@1` (share solved), mean length and truncated share over `prompts`.
 
     A prompt that no reward applies to is left out of the first two, as in training; they are left out where none does.
     """
     rollouts = rollout(engine, prompts, 1, sampling)
-    scores = score_rollouts(reward, rollouts, 1, trainer_state=None)
+    scores = score_rollouts(reward, rollouts, 1, state, budget)
     rewards = finite_metrics({"eval/reward": scores.total.nanmean(), "eval/pass@1": pass_rate(scores)})
     return rewards | {
         "eval/completion_tokens": sum(len(one.ids) for one in rollouts) / len(rollouts),

@@ -14,7 +14,8 @@ from grpo_toolbox.advantages import estimate, value_targets
 from grpo_toolbox.batch import Batch, collate
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.metrics import without_spread
-from grpo_toolbox.rewards import TrainerState, score_rollouts
+from grpo_toolbox.rewards import HeldOutScoring, Scoring, TrainerState, joined_metrics
+from grpo_toolbox.rewards.heldout import Checked
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.run import Experience, Run
 from grpo_toolbox.types import Prompt, Rollout, Sampling, Scores
@@ -45,14 +46,13 @@ def batch_of(run: Run, experience: Experience) -> Batch:
 
 def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     wanted = run.prompts_per_step * run.generation.steps_per_generation
-    rollouts, scores = _sample(run, wanted, number, clock)
+    rollouts, scores, metrics = _sample(run, wanted, number, clock)
     made = scores.total.shape[0]
     dynamic = run.generation.dynamic_sampling
     kept = (~without_spread(scores.total)).nonzero().squeeze(1).tolist()[:wanted] if dynamic else list(range(made))
     _stop_when_empty(run, kept)
     penalty = reward_penalty(run, rollouts)
     values = _values(run, rollouts)
-    metrics: dict[str, float] = {}
     if dynamic:
         metrics |= {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted}
     if penalty is not None:
@@ -75,18 +75,45 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     return [replace(one, off_policy=index > 0) for index, one in enumerate(passes)]
 
 
-def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Rollout], Scores]:
-    """Sample and score `wanted` groups; with dynamic sampling, until so many have spread or the ceiling is reached."""
+def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Rollout], Scores, dict[str, float]]:
+    """Sample and score `wanted` groups; with dynamic sampling, until so many have spread or the ceiling is reached.
+
+    Returns the rollouts, their scores, and the metrics of what follows them: weights that move, the held-out verifier.
+    """
     rollouts: list[Rollout] = []
     parts: list[Scores] = []
+    checks: list[Checked] = []
     state = TrainerState(number, run.info.max_steps)
     for turn, prompts in enumerate(_prompts(run, wanted, parts)):
-        with clock("rollout"):
-            drawn = rollout(run.engine, prompts, run.group_size, _seeded(run.sampling, number, turn))
-        with clock("reward"):
-            parts.append(score_rollouts(run.reward, drawn, run.group_size, trainer_state=state))
+        drawn, scores, checked = _scored(run, prompts, _seeded(run.sampling, number, turn), state, clock)
         rollouts += drawn
-    return rollouts, _joined(parts)
+        parts.append(scores)
+        checks.append(checked)
+    whole = _joined(parts)
+    metrics = run.reward.moving_weights(state)
+    run.reward.observe(whole.components.flatten(0, 1).T.tolist())
+    return rollouts, whole, metrics | (run.divergence.observe(checks) if run.divergence else {})
+
+
+def _scored(
+    run: Run, prompts: Sequence[Prompt], sampling: Sampling, state: TrainerState, clock: Clock
+) -> tuple[list[Rollout], Scores, Checked]:
+    """Sample one call's groups and score them; rewards that wait are asked while the engine goes on."""
+    size, heldout = run.group_size, run.reward.heldout
+    with (
+        Scoring(run.reward, size, state, run.error_budget) as scoring,
+        HeldOutScoring(heldout, size, state, run.error_budget) as check,
+    ):
+
+        def on_group(group: int, finished: Sequence[Rollout]) -> None:
+            scoring.add(group * size, finished)
+            check.add(group, finished)
+
+        with clock("rollout"):
+            drawn = rollout(run.engine, prompts, size, sampling, on_group)
+        with clock("reward"):
+            scores = scoring.scores()
+            return drawn, scores, check.checked(scores.total)
 
 
 def _prompts(run: Run, wanted: int, parts: Sequence[Scores]) -> Iterator[list[Prompt]]:
@@ -195,19 +222,8 @@ def _joined(parts: Sequence[Scores]) -> Scores:
             ]
             for name in names
         },
-        metrics=_mean_metrics([part.metrics for part in parts], rows),
+        metrics=joined_metrics([part.metrics for part in parts], rows),
     )
-
-
-def _mean_metrics(metrics: Sequence[Mapping[str, float]], rows: Sequence[int]) -> dict[str, float]:
-    """Average each metric over the parts that have it, by rows; times and counts add up."""
-    joined: dict[str, float] = {}
-    for name in {name for part in metrics for name in part}:
-        having = [(part[name], size) for part, size in zip(metrics, rows, strict=True) if name in part]
-        total = sum(value for value, _ in having)
-        weighted = sum(value * size for value, size in having) / sum(size for _, size in having)
-        joined[name] = total if name.startswith("time/") or name in ("reward_errors", "unscored_rows") else weighted
-    return joined
 
 
 # ---- the checkpoint's form of what is pending ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from grpo_toolbox.data import PromptStream
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.models.load import Reference
 from grpo_toolbox.objectives import Objective
-from grpo_toolbox.rewards import Reward
+from grpo_toolbox.rewards import Divergence, ErrorBudget, Reward
 from grpo_toolbox.types import Prompt, Rollout, RunInfo, Sampling, Scores, Step
 
 
@@ -31,6 +31,8 @@ class UpdateSettings:
     packed: bool = True
     skip_zero_advantage: bool = True
     """Leave out rows of exactly zero advantage where the objective allows it: same gradient, less work."""
+    router_aux_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts; above 0 no row is left out, for each is routed."""
     autocast: torch.dtype | None = None
     """Precision of the forward pass; None is that of the weights."""
 
@@ -121,6 +123,25 @@ class Run:
     pending: list[Experience] = field(default_factory=list)
     """The rest of a generation that serves several optimizer steps."""
     empty_steps: int = 0
+    error_budget: ErrorBudget = field(default_factory=ErrorBudget)
+    """How often rewards have failed of late."""
+    divergence: Divergence | None = None
+    """Where there is a held-out verifier: how it has compared with the training reward of late."""
+
+    def reward_state(self) -> dict[str, Any]:
+        """Return what the reward and its checks remember from step to step, for the checkpoint."""
+        return {
+            "functions": self.reward.state_dict(),
+            "errors": self.error_budget.state_dict(),
+            "divergence": self.divergence.state_dict() if self.divergence else None,
+        }
+
+    def load_reward_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; what is switched on with the resume starts afresh."""
+        self.reward.load_state_dict(state["functions"])
+        self.error_budget.load_state_dict(state["errors"])
+        if self.divergence and state["divergence"]:
+            self.divergence.load_state_dict(state["divergence"])
 
     def controls(self) -> dict[str, EntropyControl | KlControl]:
         """Return the controllers that are in use, by name."""

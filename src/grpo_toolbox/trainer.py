@@ -19,6 +19,7 @@ from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.experience import batch_of, from_state, next_experience, to_state
 from grpo_toolbox.interrupts import GracefulStop, Interrupted
 from grpo_toolbox.metrics import step_metrics
+from grpo_toolbox.rewards import TrainerState
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Step
 from grpo_toolbox.update import update
@@ -116,6 +117,7 @@ def _snapshot(run: Run, number: int) -> dict[str, Any]:
         "data": run.data.state_dict(),
         "pending": to_state(run.pending),
         "empty_steps": run.empty_steps,
+        "reward": run.reward_state(),
     }
 
 
@@ -132,7 +134,9 @@ def _report(run: Run, evaluated: Mapping[str, float]) -> None:
 
 
 def _evaluate(run: Run, number: int) -> dict[str, float]:
-    metrics = evaluate(run.engine, run.reward, run.eval_prompts, run.eval_sampling)
+    state = TrainerState(number + 1, run.info.max_steps, evaluating=True)
+    settled = run.reward.settled(run.info.max_steps)
+    metrics = evaluate(run.engine, settled, run.eval_prompts, run.eval_sampling, state, run.error_budget)
     reward = metrics.get("eval/reward")
     if reward is not None and (run.best is None or reward > run.best[0]):
         run.best = (reward, number)
@@ -191,6 +195,8 @@ def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) 
         copy_parameters(run.reference.own_weights(), state["reference"], "reference", "model.* settings")
     if run.critic and state.get("critic"):  # one that is switched on with the resume starts untrained
         run.critic.load_state_dict(state["critic"], load_optimizer=load_optimizer)
+    if "reward" in state:  # not in checkpoints of old
+        run.load_reward_state(state["reward"])
     run.pending, run.empty_steps = from_state(state["pending"]), state["empty_steps"]
     run.best = tuple(state["best"]) if state["best"] else None
     run.owed = dict(state["owed"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_toolbox.config.source import CONF, SCHEMA_GROUPS, groups, option_names, schema_keys
+from grpo_toolbox.config.source import CONF, SCHEMA_GROUPS, SHARED_KEYS, groups, option_names, schema_keys
 from grpo_toolbox.errors import unknown_option
 
 _USAGE = """\
@@ -49,6 +49,8 @@ def _group_help(group: str) -> str:
         lines += [f"  {path.stem}", *(f"    {line}" for line in text.strip().splitlines())]
     if group in SCHEMA_GROUPS:
         lines += ["keys", *_key_lines(group, SCHEMA_GROUPS[group])]
+    if group in SHARED_KEYS:
+        lines += ["keys of every option", *_key_lines(group, SHARED_KEYS[group])]
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.models.experts import check_router, router_coefficient
 from grpo_toolbox.models.forward import packing_refusal
 from grpo_toolbox.models.load import (
     LoraOptions,
@@ -39,7 +40,7 @@ from grpo_toolbox.models.load import (
 )
 from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
-from grpo_toolbox.rewards import Reward
+from grpo_toolbox.rewards import Divergence, Reward
 from grpo_toolbox.run import GenerationSettings, Run, UpdateSettings
 from grpo_toolbox.schedule import lr_factor
 from grpo_toolbox.surrogates import OBJECTIVES
@@ -60,6 +61,8 @@ class Parts:
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     stream: PromptStream
+    router_aux_coef: float
+    """Weight of the load-balancing loss of a mixture of experts."""
 
 
 def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
@@ -69,6 +72,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     device = _device(trainer.device)
     seed_rng(trainer.seed)
     model = _load_policy(config, device)
+    check_router(model, parts.router_aux_coef)
     packs = _packs(config, model, parts, device)
     warn_if_cut(config.rollout)
     run = Run(
@@ -89,7 +93,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         group_size=config.rollout.group_size,
         prompts_per_step=config.rollout.prompts_per_step,
         generation=_generation(config.rollout),
-        settings=_update_settings(trainer, device, packs),
+        settings=_update_settings(trainer, device, packs, parts.router_aux_coef),
         eval_sampling=dataclasses.replace(sampling(config), temperature=trainer.eval_temperature, min_new_tokens=0),
         eval_every=trainer.eval_every if parts.eval_prompts else 0,
         save_every=trainer.save_every,
@@ -100,6 +104,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         critic=_critic(config, parts, device, packs) if needs_values(parts.advantage) else None,
         reference_every=trainer.reference_every,
         reference_mix=trainer.reference_mix,
+        divergence=Divergence(parts.reward.heldout) if parts.reward.heldout else None,
     )
     if info.first_step > 1:
         state = load_checkpoint(_newest(info.run_dir), map_location="cpu")
@@ -119,6 +124,8 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     check_surrogate(objective)
     if objective.needs_reference and config.trainer.reference_every:
         check_mix(config.trainer.reference_mix, adapted=config.model.lora.r > 0)
+    model_config = load_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    router_aux_coef = router_coefficient(model_config, config.model.router_aux_loss_coef)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encode = partial(
         encode_prompts,
@@ -127,7 +134,7 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
         chat=config.data.chat,
         chat_template_kwargs=config.data.chat_template_kwargs,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_positions=max_positions(load_config(config.model.path, trust_remote_code=config.model.trust_remote_code)),
+        max_positions=max_positions(model_config),
         max_new_tokens=config.rollout.max_new_tokens,
         on_long=config.data.on_long,  # type: ignore[arg-type]  # checked against its choices
     )
@@ -139,7 +146,7 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
         shuffle=config.data.shuffle,
     )
     reward = inputs.reward or fitting_reward(config, inputs.rows)
-    return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream)
+    return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream, router_aux_coef)
 
 
 def sampling(config: RunConfig) -> Sampling:
@@ -320,13 +327,16 @@ def _kl_control(objective: Objective) -> KlControl | None:
     return KlControl(target=objective.kl_target, horizon=objective.kl_horizon, beta=objective.beta)
 
 
-def _update_settings(trainer: TrainerConfig, device: torch.device, packs: bool) -> UpdateSettings:
+def _update_settings(
+    trainer: TrainerConfig, device: torch.device, packs: bool, router_aux_coef: float
+) -> UpdateSettings:
     return UpdateSettings(
         ppo_epochs=trainer.ppo_epochs,
         micro_batch_tokens=trainer.micro_batch_tokens,
         max_grad_norm=trainer.max_grad_norm,
         packed=trainer.packing and packs,
         skip_zero_advantage=trainer.skip_zero_advantage,
+        router_aux_coef=router_aux_coef,
         autocast=_autocast_dtype(trainer, device),
     )
 

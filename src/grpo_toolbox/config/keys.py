@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpo_toolbox.config.source import CONF, OPEN_GROUPS, SCHEMA_GROUPS, groups, schema_keys
+from grpo_toolbox.config.source import CONF, OPEN_GROUPS, SCHEMA_GROUPS, SHARED_KEYS, groups, schema_keys
 from grpo_toolbox.errors import ConfigError, suggest
 
 TOP_KEYS = tuple(name for name, _, _, _ in schema_keys("RunConfig"))
@@ -26,6 +26,8 @@ def known_keys() -> list[str]:
     """Return every key that an override can name, in dotted form, of all options of all groups."""
     keys = [*TOP_KEYS, *groups()]
     for group, class_name in SCHEMA_GROUPS.items():
+        keys += typed_keys(group, class_name)
+    for group, class_name in SHARED_KEYS.items():
         keys += typed_keys(group, class_name)
     for group in OPEN_GROUPS:
         for path in (CONF / group).glob("*.yaml"):

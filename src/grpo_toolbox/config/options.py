@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
-from grpo_toolbox.config.source import HANDED_IN, class_fields, keyword_options, registry
+from grpo_toolbox.config.source import HANDED_IN, class_fields, keyword_options, registry, schema_keys
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
 from grpo_toolbox.plugins import plug_in
-from grpo_toolbox.rewards import REWARDS, check_options
+from grpo_toolbox.rewards import COMMON, REWARDS, check_options
 from grpo_toolbox.rewards.signatures import CONTRACT
 
 REGISTRIES = {"advantage": ("advantages.py", "ADVANTAGES"), "objective": ("surrogates.py", "OBJECTIVES")}
@@ -76,10 +76,11 @@ def without_foreign(
     takes = taken_options(group, name)
     renamed = f"{group}.name" in given or group in given
     explicit = given if renamed else {*given, *written}
+    always = {"name", *(COMMON if group == "reward" else ())}
     others = {*chosen, *(key for other in _names(group) for key in taken_options(group, other) or ())}
 
     def stays(key: str) -> bool:
-        if key in ("name", "on_error") or takes is None or key in takes or f"{group}.{key}" in explicit:
+        if key in always or takes is None or key in takes or f"{group}.{key}" in explicit:
             return True
         return not renamed and key not in others
 
@@ -119,7 +120,8 @@ def _reward_options(name: str) -> dict[str, str]:
 
 def _check_reward(where: str, name: str, options: dict[str, Any]) -> None:
     check_options(name, where=where, **options)
-    _check_types(where, options, _reward_options(name))
+    common = {key: kind for key, kind, _, _ in schema_keys("RewardConfig")}
+    _check_types(where, options, common | _reward_options(name))
     for index, part in enumerate(options["components"] if name == "weighted_sum" else ()):
         inner = {key: value for key, value in part.items() if key not in ("name", "weight")}
         _check_reward(f"{where}.components[{index}]", part["name"], inner)

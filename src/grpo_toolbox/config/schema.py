@@ -1,7 +1,8 @@
 """Everything that can be set, with its type and default; torch-free.
 
 The groups `reward`, `advantage`, `objective` and `callbacks` are open mappings: their options are the keyword arguments
-of the function that `name` chooses, and stand with their defaults in `conf/<group>/<option>.yaml`.
+of the function that `name` chooses, and stand with their defaults in `conf/<group>/<option>.yaml`. What every reward
+takes stands in `RewardConfig`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class ModelConfig:
     """Compute activations again in the backward pass: less memory, about a third more time."""
     fp32_head: bool = False
     """Multiply the output head out in float32 where the rest runs in bfloat16 (ScaleRL)."""
+    router_aux_loss_coef: float | None = 0.0
+    """Mixture of experts: weight of the load-balancing loss; null takes the checkpoint's own."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -129,6 +132,28 @@ class RolloutConfig:
 
 
 @dataclass
+class RewardConfig:
+    """What every reward takes beside its own options; `weighted_sum` hands the first four on to its parts."""
+
+    on_error: str = "stop"
+    """What a failure of the function does: stop the run, or skip (leave out and count the rows)."""
+    timeout_s: float | None = None
+    """Seconds that one call of a function may take; one that takes longer has failed. null: any time."""
+    max_error_rate: float = 0.05
+    """With on_error=skip: share of error_window completions that may fail before the run stops with its state saved."""
+    error_window: int = 500
+    """Completions, the latest ones, among which failures are counted."""
+    heldout: Any = None
+    """A second reward, a name or {name: …, options}, that completions are scored by and that is never trained on."""
+    heldout_share: float = 0.25
+    """Share of each group's completions that it scores; at least one of each."""
+    heldout_window: int = 20
+    """Steps in each of the two windows between which it is compared with the training reward."""
+    on_hacking: str = "warn"
+    """What it does where the training reward rises and the held-out one does not: warn, or stop the run."""
+
+
+@dataclass
 class CriticConfig:
     """The value model of advantage=gae; other estimators have none."""
 
@@ -213,7 +238,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=lambda: vars(RewardConfig()))
     advantage: dict[str, Any] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
     critic: CriticConfig = field(default_factory=CriticConfig)

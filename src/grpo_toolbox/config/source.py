@@ -17,6 +17,8 @@ SCHEMA_GROUPS = {
 }
 OPEN_GROUPS = ("reward", "advantage", "objective", "callbacks")
 """Groups whose keys depend on the option chosen."""
+SHARED_KEYS = {"reward": "RewardConfig"}
+"""Keys that every option of such a group has beside its own."""
 
 
 def groups() -> list[str]:

@@ -4,21 +4,32 @@
 reward function, the members and their options stand in docs/rewards.md.
 """
 
-from grpo_toolbox.rewards.build import REWARDS, build_reward, check_options, weighted_sum
+from grpo_toolbox.rewards.adaptive import AdaptiveReward, AdaptiveWeight
+from grpo_toolbox.rewards.budget import ErrorBudget
+from grpo_toolbox.rewards.build import COMMON, REWARDS, build_reward, check_options, weighted_sum
 from grpo_toolbox.rewards.contract import Component, Reward, RewardFunction, TrainerState, combine
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
+from grpo_toolbox.rewards.heldout import Divergence, HeldOut, HeldOutScoring
 from grpo_toolbox.rewards.judge import llm_judge
 from grpo_toolbox.rewards.length import length_penalty
 from grpo_toolbox.rewards.model import reward_model
-from grpo_toolbox.rewards.scoring import score_rollouts
+from grpo_toolbox.rewards.scoring import Scoring, joined_metrics, score_rollouts
 from grpo_toolbox.rewards.text import completion_text
 
 __all__ = [
+    "COMMON",
     "REWARDS",
+    "AdaptiveReward",
+    "AdaptiveWeight",
     "Component",
+    "Divergence",
+    "ErrorBudget",
+    "HeldOut",
+    "HeldOutScoring",
     "Reward",
     "RewardFunction",
+    "Scoring",
     "TrainerState",
     "build_reward",
     "check_options",
@@ -26,6 +37,7 @@ __all__ = [
     "completion_text",
     "exact_match",
     "format_reward",
+    "joined_metrics",
     "length_penalty",
     "llm_judge",
     "reward_model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,12 @@ from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards.contract import ON_ERROR, Component, Reward, RewardFunction, combine
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
+from grpo_toolbox.rewards.heldout import ON_HACKING, HeldOut
 from grpo_toolbox.rewards.judge import llm_judge
 from grpo_toolbox.rewards.length import length_penalty
 from grpo_toolbox.rewards.model import reward_model
 from grpo_toolbox.rewards.signatures import CONTRACT, function_name
+from grpo_toolbox.rewards.weights import read_weight
 
 
 def weighted_sum(components: Sequence[Mapping[str, Any]]) -> Reward:
@@ -39,31 +42,68 @@ REWARDS: dict[str, Callable[..., RewardFunction | Reward]] = {
 """Builders by name: a builder's signature is the list of its options."""
 
 
-def build_reward(name: str, *, on_error: str = "stop", where: str = "reward", **options: Any) -> Reward:
+FAILURES = ("on_error", "timeout_s", "max_error_rate", "error_window")
+"""Settings of every reward, and of every part of a sum: how long a call may take, what becomes of failures."""
+HELD_OUT = ("heldout", "heldout_share", "heldout_window", "on_hacking")
+"""Settings of a run's reward alone: what it is checked against."""
+COMMON = (*FAILURES, *HELD_OUT)
+
+
+def build_reward(name: str, *, where: str = "reward", **options: Any) -> Reward:
     """Build the reward `name` of REWARDS, or the user's own function `my_module:my_fn`, with its options.
 
-    `on_error` says what an exception of the function does: `stop` the run, or `skip` (and count) the rows on which it
-    raises. `where` is how error messages call this part of the configuration. ConfigError for an unknown name, an
-    unknown or missing option, or a function that cannot be imported.
+    Beside its own options every reward takes those of COMMON. `on_error` says what a failure of the function does:
+    `stop` the run, or `skip` (and count) the rows; `timeout_s` how long a call may take; `max_error_rate` on which
+    share of `error_window` completions a tolerant function may fail. `heldout` is a second reward (a name, or a mapping
+    with `name`) that is never trained on. `where` is how error messages call this part of the configuration.
+    ConfigError for an unknown name, an unknown or missing option, or a function that cannot be imported.
     """
-    target = check_options(name, on_error=on_error, where=where, **options)
+    target = check_options(name, where=where, **options)
+    own = {key: value for key, value in options.items() if key not in COMMON}
     if ":" in name and not inspect.isclass(target):
-        built: RewardFunction | Reward = functools.partial(target, **options) if options else target
+        built: RewardFunction | Reward = functools.partial(target, **own) if own else target
     else:
-        built = target(**options)
+        built = target(**own)
     if not isinstance(built, Reward):
         label = function_name(target) if ":" in name else name
-        built = Reward(label, (Component(label, 1.0, built, on_error),))
-        _ = built.columns_needed()  # an unreadable signature is an error here, not at the first step
-    elif on_error == "skip":
-        built = replace(built, components=tuple(replace(part, on_error="skip") for part in built.components))
-    return built
+        one = combine([built])
+        built = Reward(label, (replace(one.components[0], name=label),))
+    failures = {key: value for key, value in options.items() if key in FAILURES}
+    parts = tuple(_with_settings(part, failures) for part in built.components)
+    return replace(built, components=parts, heldout=_heldout(options, where))
 
 
-def check_options(name: str, *, on_error: str = "stop", where: str = "reward", **options: Any) -> Callable[..., Any]:
+def _with_settings(part: Component, settings: Mapping[str, Any]) -> Component:
+    """Give a component what it has not set for itself; `skip` makes it tolerant in any case."""
+    if settings.get("on_error") == "skip":
+        part = replace(part, on_error="skip")
+    own = {key: value for key, value in settings.items() if key != "on_error" and getattr(part, key) is None}
+    return replace(part, **own)
+
+
+def _heldout(options: Mapping[str, Any], where: str) -> HeldOut | None:
+    named = _named(options.get("heldout"), f"{where}.heldout")
+    if named is None:
+        return None
+    settings = {"share": "heldout_share", "window": "heldout_window", "on_hacking": "on_hacking"}
+    given = {field: options[key] for field, key in settings.items() if key in options}
+    return HeldOut(build_reward(where=f"{where}.heldout", **named), **given)
+
+
+def _named(heldout: Any, where: str) -> dict[str, Any] | None:
+    """Read a held-out reward: a name, or a mapping with one."""
+    if heldout is None:
+        return None
+    named = {"name": heldout} if isinstance(heldout, str) else heldout
+    if not isinstance(named, Mapping) or "name" not in named:
+        raise ConfigError(f"{where}={heldout!r} names no reward: write a name, or {{name: exact_match, ...}}.")
+    return {str(key): value for key, value in named.items()}
+
+
+def check_options(name: str, *, where: str = "reward", **options: Any) -> Callable[..., Any]:
     """Check name and options without building anything, and return what would be called with them."""
-    if on_error not in ON_ERROR:
-        raise unknown_option(f"{where}.on_error", on_error, ON_ERROR)
+    _check_common(where, {key: value for key, value in options.items() if key in COMMON})
+    options = {key: value for key, value in options.items() if key not in COMMON}
     if not isinstance(name, str) or (name not in REWARDS and ":" not in name):
         raise unknown_option(f"{where}.name", name, [*REWARDS, "my_module:my_fn"])
     target = plug_in(where, name) if ":" in name else REWARDS[name]
@@ -95,5 +135,37 @@ def _check_parts(components: Any, where: str) -> None:
         part = f"{where}.components[{index}]"
         if not isinstance(component, Mapping) or "name" not in component:
             raise ConfigError(f"{part} has no name: write {{name: exact_match, weight: 1.0}}.")
+        for key in HELD_OUT:
+            if key in component:
+                raise ConfigError(f"{part}.{key} is a setting of the whole reward: set reward.{key}.")
         options = {key: value for key, value in component.items() if key != "weight"}
         check_options(where=part, **options)
+        read_weight(component.get("weight", 1.0), component["name"], f"{part}.weight")
+
+
+def _check_common(where: str, settings: Mapping[str, Any]) -> None:
+    on_error = settings.get("on_error", "stop")
+    if on_error not in ON_ERROR:
+        raise unknown_option(f"{where}.on_error", on_error, ON_ERROR)
+    limits = {
+        "timeout_s": (lambda value: value > 0, "seconds above 0, or null for any time"),
+        "max_error_rate": (lambda value: 0 <= value <= 1, "a share from 0 to 1"),
+        "error_window": (lambda value: value >= 1 and value == int(value), "a whole number from 1 on"),
+        "heldout_share": (lambda value: 0 < value <= 1, "a share above 0 and at most 1"),
+        "heldout_window": (lambda value: value >= 4 and value == int(value), "a whole number from 4 on"),
+    }
+    for key, (fits, words) in limits.items():
+        value = settings.get(key)
+        if value is None and (key not in settings or key == "timeout_s"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
+            raise ConfigError(f"{where}.{key}={value!r} is not {words}.")
+    on_hacking = settings.get("on_hacking", "warn")
+    if on_hacking not in ON_HACKING:
+        raise unknown_option(f"{where}.on_hacking", on_hacking, ON_HACKING)
+    named = _named(settings.get("heldout"), f"{where}.heldout")
+    if named is not None:
+        for key in HELD_OUT:
+            if key in named:
+                raise ConfigError(f"{where}.heldout.{key} has no place inside: set {where}.{key}.")
+        check_options(where=f"{where}.heldout", **named)

@@ -1,26 +1,30 @@
 """Calling reward functions: what they are passed, several in flight at once, and what becomes of failures.
 
-Every function is called in the caller's thread; coroutines that come back run together on an event loop in a thread
-of its own, so this works inside a running loop, too, and their waiting overlaps with the functions that compute.
+Coroutine functions are called once per group, as soon as it is there, and run on the loop of loop.py while the engine
+goes on; plain functions are called once on all rows, at the end, in the caller's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import threading
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from grpo_toolbox.errors import ConfigError, RewardError
-from grpo_toolbox.rewards.signatures import CONTRACT, is_async
-from grpo_toolbox.rewards.values import Values, read_values
+from grpo_toolbox.rewards.limits import late, within
+from grpo_toolbox.rewards.loop import GRACE, Flight
+from grpo_toolbox.rewards.outcomes import Outcome, joined
+from grpo_toolbox.rewards.signatures import CONTRACT
+from grpo_toolbox.rewards.values import read_values
 
 if TYPE_CHECKING:
+    from grpo_toolbox.rewards.budget import ErrorBudget
     from grpo_toolbox.rewards.contract import Component, TrainerState
 
 PROGRAMMING_ERRORS = (LookupError, TypeError, NameError, AttributeError, ImportError, NotImplementedError, ConfigError)
@@ -60,19 +64,6 @@ class Rows:
         return sorted(name for name in self.inputs if name not in CONTRACT)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one component said about all rows."""
-
-    scores: Sequence[float | None]
-    extras: Mapping[str, Sequence[Any]]
-    metrics: Mapping[str, Sequence[float]]
-    """Every value logged under a name."""
-    errors: int
-    """Rows on which the function failed and which were left out for it."""
-    seconds: float
-
-
 class Log:
     """Collects what a function says beside its rewards."""
 
@@ -96,42 +87,170 @@ class Log:
 class Call:
     """One function at work on some rows: its answer as a future, what it logged, how long it took."""
 
-    def __init__(self, component: Component, rows: Rows, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, component: Component, rows: Rows, flight: Flight) -> None:
         self.rows = rows
         self.log = Log(rows.size)
-        self.future: Future[Any] = Future()
+        self._limit = component.timeout_s
+        self._flight = flight
+        self._future: Future[Any] = Future()
+        self._loop = None
         available = {
             **{name: list(values) for name, values in rows.inputs.items()},  # copies: no function sees another's edits
             "trainer_state": rows.trainer_state,
             "log_extra": self.log.extra,
             "log_metric": self.log.metric,
         }
-        arguments = component.signature.select(available)
-        began = time.perf_counter()
-        try:
-            answer = component.function(**arguments)
-        except Exception as error:  # a user's function may raise anything
-            self.future.set_exception(error)
-        except SystemExit as error:  # as code under test may try to: no reward ends the run like this
-            self.future.set_exception(_ended(error))
+        call = functools.partial(component.function, **component.signature.select(available))
+        self._began = time.perf_counter()
+        self.seconds = 0.0
+        if component.waits:
+            self._future, self._loop = flight.start(self._run(call))
         else:
-            if inspect.isawaitable(answer):
-                self.future = asyncio.run_coroutine_threadsafe(self._await(answer, began), loop)
-            else:
-                self.future.set_result(answer)
-        self.seconds = time.perf_counter() - began
+            self._call_here(component, call)
 
-    async def _await(self, answer: Awaitable[Any], began: float) -> Any:
+    def _call_here(self, component: Component, call: Callable[[], Any]) -> None:
         try:
-            return await answer
-        except (SystemExit, asyncio.CancelledError) as error:
-            raise _ended(error) from error
+            answer = within(self._limit, call)
+        except Exception as error:  # a user's function may raise anything
+            self._future.set_exception(error)
+        except SystemExit as error:  # as code under test may try to: no reward ends the run like this
+            self._future.set_exception(_ended(error))
+        else:
+            component.nature.waits = inspect.isawaitable(answer)
+            if not component.nature.waits:
+                self._future.set_result(answer)
+        self.seconds = time.perf_counter() - self._began
+        if not self._future.done():
+            self._future, self._loop = self._flight.start(self._run(lambda: answer))
+
+    def failure(self) -> BaseException | None:
+        """Wait for the answer and return what the function raised, None where it did not."""
+        if self._limit is not None and self._loop is not None:
+            left = self._began + self._limit - time.perf_counter()
+            patience = max(left, 0.0) + GRACE if self._loop.usable else 0.0
+            if not wait([self._future], patience).done:  # a coroutine that blocks its loop cannot be cut off there
+                self._loop.give_up()
+                return late(self._limit)
+        return self._future.exception()
+
+    def answer(self) -> Any:
+        """Return what the function returned."""
+        return self._future.result()
+
+    async def _run(self, call: Callable[[], Any]) -> Any:
+        """Call the function and wait for its answer, on the loop."""
+        began = time.perf_counter()
+        task = self._flight.task(_without_exit(call))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._limit)
+            if not done:
+                raise late(self._limit or 0.0)
+            if task.cancelled():
+                raise _ended(asyncio.CancelledError())
+            return task.result()
         finally:
+            task.cancel()
             self.seconds = time.perf_counter() - began
 
 
-def call_components(components: Sequence[Component], rows: Rows) -> list[Outcome]:
-    """Call every component on `rows`, coroutines all at once; RewardError where one fails and is not to be skipped."""
+class Batch:
+    """The calls of all components on one batch of rows, which arrive in parts and in any order."""
+
+    def __init__(self, components: Sequence[Component], budget: ErrorBudget | None = None) -> None:
+        self._components = components
+        self._budget = budget
+        self._flight = Flight()
+        self._early: dict[int, dict[int, Call]] = {
+            index: {} for index, component in enumerate(components) if component.waits
+        }
+        """By component, by first row: calls of functions that return coroutines."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is still running."""
+        self._flight.close()
+
+    def add(self, rows: Rows) -> None:
+        """Start the functions that wait, on rows that have just come in."""
+        for index, calls in self._early.items():
+            component = self._components[index]
+            holes = {name: [None] * rows.size for name in component.signature.columns if name not in rows.inputs}
+            given = replace(rows, inputs={**rows.inputs, **holes})
+            calls[rows.first] = Call(component, given, self._flight)
+
+    def outcomes(self, rows: Rows) -> list[Outcome]:
+        """Call the plain functions on all rows, wait for the others, and read every component's answers.
+
+        RewardError where a component fails and its failures are not, or no longer, to be skipped.
+        """
+        check_given(self._components, rows)
+        calls = {
+            index: [call for _, call in sorted(self._early[index].items())]
+            if index in self._early
+            else [Call(component, rows, self._flight)]
+            for index, component in enumerate(self._components)
+        }
+        outcomes = [
+            joined([*self._settled(component, calls[index])]) for index, component in enumerate(self._components)
+        ]
+        for component, outcome in zip(self._components, outcomes, strict=True):
+            _check_failures(component, rows, outcome.failures)
+            if self._budget is not None:
+                self._budget.record(component, outcome, rows.place)
+        return outcomes
+
+    def _settled(self, component: Component, calls: Iterable[Call]) -> Iterator[Outcome]:
+        for call in calls:
+            outcome = self._settle(component, call)
+            if component.on_error == "stop":
+                _check_failures(component, call.rows, outcome.failures)
+            yield outcome
+
+    def _settle(self, component: Component, call: Call) -> Outcome:
+        """Wait for a call and read its answer; where it raised, find the rows that made it raise."""
+        rows, error = call.rows, call.failure()
+        if error is None:
+            values = read_values(call.answer(), rows.size, component.name, rows.place)
+            extras = {**values.extras, **call.log.extras}
+            return Outcome(values.scores, values.errors, extras, call.log.metrics, call.seconds, call.seconds)
+        if not isinstance(error, Exception):  # KeyboardInterrupt is not the function's failure
+            raise error
+        if rows.size == 1:
+            return Outcome([None], {0: error}, seconds=call.seconds, slowest=call.seconds)
+        return self._row_by_row(component, rows, error, call.seconds)
+
+    def _row_by_row(self, component: Component, rows: Rows, error: Exception, seconds: float) -> Outcome:
+        """Call a function that raised on several rows again on each row alone."""
+        parts, failures = [], {}
+        for index, call in enumerate(self._calls_per_row(component, rows)):
+            parts.append(self._settle(component, call))
+            if parts[-1].failures:
+                failures[index] = parts[-1].failures[0]
+                if component.on_error == "stop":
+                    raise _failure(component, rows, rows.place(index), failures[index]) from failures[index]
+                if self._budget is not None:
+                    self._budget.check(component, failures, index + 1, rows.place)
+        if component.on_error == "stop":
+            where = f"{rows.size} completions together, and on none of them alone"
+            raise _failure(component, rows, where, error) from error
+        whole = joined(parts)
+        return replace(whole, seconds=whole.seconds + seconds, slowest=max(whole.slowest, seconds))
+
+    def _calls_per_row(self, component: Component, rows: Rows) -> Iterator[Call]:
+        """A call per row: coroutines all in flight at once, functions one after the other as they are asked for."""
+        calls = (Call(component, rows.row(index), self._flight) for index in range(rows.size))
+        return iter(list(calls)) if component.waits else calls
+
+
+def check_given(components: Sequence[Component], rows: Rows) -> None:
+    """Raise RewardError where a function needs something that `rows` have not."""
     for component in components:
         missing = [name for name in component.signature.required if name not in rows.inputs and name in _PER_ROW]
         missing += [name for name in component.signature.columns if name not in rows.inputs]
@@ -140,71 +259,24 @@ def call_components(components: Sequence[Component], rows: Rows) -> list[Outcome
                 f"reward {component.name!r} needs {', '.join(missing)}, which it was not passed; there are:"
                 f" {', '.join(sorted(rows.inputs)) or 'none'}."
             )
-    with _event_loop() as loop:
-        # coroutine functions first, so that they wait while the others compute
-        order = sorted(range(len(components)), key=lambda index: not is_async(components[index].function))
-        calls = {index: Call(components[index], rows, loop) for index in order}
-        return [_settle(component, rows, calls[index], loop) for index, component in enumerate(components)]
 
 
-def _settle(component: Component, rows: Rows, call: Call, loop: asyncio.AbstractEventLoop) -> Outcome:
-    """Wait for a call and read its answer; where it raised, find or leave out the rows that made it raise."""
-    error = call.future.exception()
-    if error is None:
-        values = read_values(call.future.result(), rows.size, component.name, rows.place)
-        _check_failures(component, rows, values.errors)
-        extras = {**values.extras, **call.log.extras}
-        return Outcome(values.scores, extras, call.log.metrics, len(values.errors), call.seconds)
-    if not isinstance(error, Exception):  # KeyboardInterrupt is not the function's failure
-        raise error
-    if rows.size == 1:
-        _check_failures(component, rows, {0: error})
-        return Outcome([None], {}, {}, 1, call.seconds)
-    return _row_by_row(component, rows, error, loop, call.seconds)
-
-
-def _row_by_row(
-    component: Component, rows: Rows, error: Exception, loop: asyncio.AbstractEventLoop, seconds: float
-) -> Outcome:
-    """Call a function that raised on all rows again on each row alone."""
-    merged = Log(rows.size)
-    values = Values([None] * rows.size, merged.extras, {})
-    for index, call in enumerate(_calls_per_row(component, rows, loop)):
-        failure = call.future.exception()
-        if isinstance(failure, Exception):
-            values.errors[index] = failure
-            if component.on_error == "stop":
-                break
-            continue
-        one = read_values(call.future.result(), 1, component.name, call.rows.place)
-        values.scores[index] = one.scores[0]
-        if one.errors:
-            values.errors[index] = one.errors[0]
-        for name, column in {**one.extras, **call.log.extras}.items():
-            merged.extras.setdefault(name, [None] * rows.size)[index] = column[0]
-        for name, logged in call.log.metrics.items():
-            merged.metrics.setdefault(name, []).extend(logged)
-        seconds += call.seconds
-    if component.on_error == "stop" and not values.errors:
-        raise _failure(
-            component, rows, f"{rows.size} completions together, and on none of them alone", error
-        ) from error
-    _check_failures(component, rows, values.errors)
-    return Outcome(values.scores, merged.extras, merged.metrics, len(values.errors), seconds)
-
-
-def _calls_per_row(component: Component, rows: Rows, loop: asyncio.AbstractEventLoop) -> Iterator[Call]:
-    """A call per row: coroutines all in flight at once, functions one after the other as they are asked for."""
-    calls = (Call(component, rows.row(index), loop) for index in range(rows.size))
-    return iter(list(calls)) if is_async(component.function) else calls
-
-
-def _check_failures(component: Component, rows: Rows, errors: Mapping[int, Exception]) -> None:
+def _check_failures(component: Component, rows: Rows, failures: Mapping[int, Exception]) -> None:
     """Raise RewardError for failures that must stop the run."""
-    everywhere = len(errors) == rows.size and all(isinstance(error, PROGRAMMING_ERRORS) for error in errors.values())
-    if errors and (component.on_error == "stop" or everywhere):
-        index = min(errors)
-        raise _failure(component, rows, rows.place(index), errors[index]) from errors[index]
+    everywhere = len(failures) == rows.size and all(
+        isinstance(error, PROGRAMMING_ERRORS) for error in failures.values()
+    )
+    if failures and (component.on_error == "stop" or everywhere):
+        index = min(failures)
+        raise _failure(component, rows, rows.place(index), failures[index]) from failures[index]
+
+
+async def _without_exit(call: Callable[[], Any]) -> Any:
+    try:
+        answer = call()
+        return await answer if inspect.isawaitable(answer) else answer
+    except SystemExit as error:  # would end the loop's thread
+        raise _ended(error) from error
 
 
 def _ended(error: BaseException) -> RuntimeError:
@@ -217,29 +289,11 @@ def _failure(component: Component, rows: Rows, where: str, error: Exception) -> 
         if component.on_error == "skip"
         else "Correct the function, or set reward.on_error=skip to leave out and count the rows on which it raises."
     )
+    if isinstance(error, TimeoutError) and component.timeout_s is not None:
+        advice = (
+            f"Raise reward.timeout_s={component.timeout_s:g}, or set reward.on_error=skip to leave out and count them."
+        )
     return RewardError(
         f"reward {component.name!r} failed on {where} ({type(error).__name__}: {error});"
         f" columns: {', '.join(rows.columns) or 'none'}. {advice}"
     )
-
-
-@contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread of its own until the block is left; what is still in flight is cancelled."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="rewards", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -6,20 +6,27 @@ one float or None per completion. It is passed only what its signature asks for;
 
 from __future__ import annotations
 
-import math
-import numbers
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError, RewardError, suggest, unknown_option
-from grpo_toolbox.rewards.calling import Outcome, Rows, call_components
-from grpo_toolbox.rewards.signatures import CONTRACT, Signature, function_name, read_signature, unwrapped
+from grpo_toolbox.rewards.adaptive import AdaptiveReward, AdaptiveWeight
+from grpo_toolbox.rewards.calling import Batch, Rows, check_given
+from grpo_toolbox.rewards.outcomes import Outcome
+from grpo_toolbox.rewards.signatures import CONTRACT, Signature, function_name, is_async, read_signature, unwrapped
 from grpo_toolbox.rewards.values import FLOAT32_MAX
+from grpo_toolbox.rewards.weights import Factor, read_weight
+
+if TYPE_CHECKING:
+    from grpo_toolbox.rewards.heldout import HeldOut
 
 RewardFunction = Callable[..., Any]
 ON_ERROR = ("stop", "skip")
+MAX_ERROR_RATE = 0.05
+ERROR_WINDOW = 500
 
 
 @dataclass(frozen=True)
@@ -27,13 +34,23 @@ class TrainerState:
     """Where the run stands, for rewards that change with time."""
 
     step: int
-    """The step that the completions belong to, counted from 1."""
+    """The step that the completions belong to, counted from 1; in an evaluation the one that comes next."""
     max_steps: int
+    evaluating: bool = False
+    """Whether the completions are of an evaluation, and not trained on."""
 
     @property
     def global_step(self) -> int:
         """Optimizer steps finished so far, by the name that transformers uses."""
         return self.step - 1
+
+
+@dataclass
+class Nature:
+    """What calling a function has shown of it."""
+
+    waits: bool = False
+    """Whether it returned a coroutine."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +62,54 @@ class Component:
     function: RewardFunction
     on_error: str = "stop"
     """What an exception does: `stop` the run, or `skip` (score None) the rows on which the function raises."""
+    timeout_s: float | None = None
+    """Seconds that one call may take; one that takes longer has failed. None: any time."""
+    max_error_rate: float | None = None
+    """Share of a window of completions on which a tolerant function may fail before the run stops; None: 5%."""
+    error_window: int | None = None
+    """Completions in that window; None: 500."""
+    factors: tuple[Factor, ...] = ()
+    """What the weight is multiplied with where it moves: schedules, adaptive weights."""
+    nature: Nature = field(default_factory=Nature, repr=False, compare=False)
 
-    @cached_property
+    @functools.cached_property
     def signature(self) -> Signature:
         """Which keyword arguments the function takes."""
         return read_signature(self.function)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the function is known to return a coroutine."""
+        return is_async(self.function) or self.nature.waits
+
+    @property
+    def window(self) -> int:
+        """Completions in the window that failures are counted in."""
+        return ERROR_WINDOW if self.error_window is None else self.error_window
+
+    @property
+    def error_rate(self) -> float:
+        """Share of the window that may fail."""
+        return MAX_ERROR_RATE if self.max_error_rate is None else self.max_error_rate
+
+    @property
+    def most_failures(self) -> int:
+        """Failures that a window may hold."""
+        return int(self.error_rate * self.window + 1e-9)
+
+    def weight_at(self, state: TrainerState | None) -> float:
+        """The weight for the completions of a step."""
+        weight = self.weight
+        for factor in self.factors:
+            weight *= factor.at(state)
+        return weight
+
+    def settled_weight(self, max_steps: int) -> float:
+        """The weight for evaluations."""
+        weight = self.weight
+        for factor in self.factors:
+            weight *= factor.settled(max_steps)
+        return weight
 
 
 @dataclass(frozen=True)
@@ -58,10 +118,47 @@ class Reward:
 
     name: str
     components: tuple[Component, ...]
+    heldout: HeldOut | None = None
+    """A verifier that a sample of the rollouts is scored with beside, and that is never trained on."""
+
+    def at(self, state: TrainerState | None) -> Reward:
+        """This reward with the weights of one step, as fixed numbers."""
+        return self._with_weights([part.weight_at(state) for part in self.components])
+
+    def settled(self, max_steps: int) -> Reward:
+        """This reward with the weights of evaluations: those of the last step, and the initial adaptive ones."""
+        return self._with_weights([part.settled_weight(max_steps) for part in self.components])
+
+    def _with_weights(self, weights: Sequence[float]) -> Reward:
+        parts = [
+            replace(part, weight=weight, factors=()) for part, weight in zip(self.components, weights, strict=True)
+        ]
+        return replace(self, components=tuple(parts))
+
+    def moving_weights(self, state: TrainerState | None) -> dict[str, float]:
+        """The metrics `rewards/<name>/weight` of the components whose weight moves."""
+        return {f"rewards/{part.name}/weight": part.weight_at(state) for part in self.components if part.factors}
+
+    def observe(self, scores: Sequence[Sequence[float]]) -> None:
+        """Let adaptive weights see a step's scores (R lists, NaN where a component does not apply)."""
+        for part, own in zip(self.components, scores, strict=True):
+            for factor in part.factors:
+                if isinstance(factor, AdaptiveWeight):
+                    factor.observe(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: adaptive weights, and the state of functions that have a `state_dict`."""
+        return {part.name: _state(part) for part in self.components}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; a component that is new with the resume starts afresh."""
+        for part in self.components:
+            if part.name in state:
+                _restore(part, state[part.name])
 
     def columns_needed(self) -> tuple[str, ...]:
         """The data columns without which some function cannot be called."""
-        needed = (column for component in self.components for column in component.signature.columns)
+        needed = (column for component in self._all_components() for column in component.signature.columns)
         return tuple(dict.fromkeys(needed))
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -70,7 +167,12 @@ class Reward:
             if column in CONTRACT:
                 raise ConfigError(f"data column {column!r} bears a name that rewards are passed anyway: rename it.")
         present = ", ".join(sorted(columns)) or "none"
-        for component in self.components:
+        for component in self._all_components():
+            if "environments" in component.signature.required:
+                raise ConfigError(
+                    f"reward {component.name!r} asks for 'environments', and this run has none: give the parameter a"
+                    " default, environments=None."
+                )
             for column in component.signature.columns:
                 if column == "prompt":
                     raise ConfigError(f"reward {component.name!r} asks for 'prompt': rewards are passed 'prompts'.")
@@ -83,10 +185,13 @@ class Reward:
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Let each function that has a `check_rows` refuse data it cannot score; called before a model is loaded."""
-        for component in self.components:
+        for component in self._all_components():
             check = getattr(unwrapped(component.function), "check_rows", None)
             if check is not None:
                 check(rows)
+
+    def _all_components(self) -> tuple[Component, ...]:
+        return self.components if self.heldout is None else (*self.components, *self.heldout.reward.components)
 
     def __call__(
         self,
@@ -97,6 +202,7 @@ class Reward:
         trainer_state: Any = None,
         log_extra: Callable[[str, list[Any]], Any] | None = None,
         log_metric: Callable[[str, float], Any] | None = None,
+        environments: Sequence[Any] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Score completions given as plain lists: the weighted sum per completion, None where no component applies.
@@ -104,8 +210,12 @@ class Reward:
         Only what the functions ask for has to be passed. Raises RewardError as `score_rollouts` does.
         """
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        given["environments"] = environments
         rows = rows_from_lists({name: values for name, values in given.items() if values is not None}, trainer_state)
-        outcomes = call_components(self.components, rows)
+        check_given(self.components, rows)
+        with Batch(self.components) as batch:
+            batch.add(rows)
+            outcomes = batch.outcomes(rows)
         if log_extra is not None:
             for name, column in self.extras(outcomes).items():
                 log_extra(name, list(column))
@@ -113,7 +223,8 @@ class Reward:
             for name, value in self.metrics(outcomes).items():
                 log_metric(name, value)
         per_row = zip(*(outcome.scores for outcome in outcomes), strict=True)
-        return [self.total(scores, rows.place(index)) for index, scores in enumerate(per_row)]
+        weighted = self.at(trainer_state)
+        return [weighted.total(scores, rows.place(index)) for index, scores in enumerate(per_row)]
 
     def total(self, scores: Sequence[float | None], place: str) -> float | None:
         """Weighted sum over the components that apply to one completion; None where none does."""
@@ -153,13 +264,14 @@ class Reward:
 
 def combine(
     functions: Sequence[RewardFunction],
-    weights: Sequence[float] | None = None,
+    weights: Sequence[Any] | None = None,
     on_error: str = "stop",
     name: str = "",
 ) -> Reward:
     """Make one reward of several functions (or rewards, whose components are taken over); every weight defaults to 1.
 
-    A name that comes twice gets the suffix `_2`. ConfigError where weights and functions differ in number.
+    A weight is a number, or moves: `{0: 1.0, 200: 0.2}`, a function of the step, an `AdaptiveWeight`. A name that comes
+    twice gets the suffix `_2`. ConfigError where weights and functions differ in number.
     """
     functions = list(functions)
     weights = [1.0] * len(functions) if weights is None else list(weights)
@@ -179,7 +291,7 @@ def combine(
         )
     components: list[Component] = []
     for function, weight in zip(functions, weights, strict=True):
-        for component in _components(function, _weight(function, weight), on_error):
+        for component in _components(function, weight, on_error):
             taken = {other.name for other in components}
             components.append(replace(component, name=_free_name(component.name, taken)))
     for component in components:
@@ -201,20 +313,53 @@ def rows_from_lists(inputs: dict[str, Sequence[Any]], trainer_state: Any = None)
     return Rows(inputs, size, trainer_state)
 
 
-def _components(function: RewardFunction, weight: float, on_error: str) -> tuple[Component, ...]:
+def _components(function: RewardFunction, weight: Any, on_error: str) -> tuple[Component, ...]:
+    fixed, factors = read_weight(weight, _name(function))
+    inner = unwrapped(function)
+    if isinstance(inner, AdaptiveReward):  # here its weight is the component's, so that the scores stay as they are
+        bound = function.keywords if isinstance(function, functools.partial) else {}
+        function = functools.partial(inner.func, **bound) if bound else inner.func
+        factors = (*factors, inner.adaptive)
     if isinstance(function, Reward):
-        return tuple(replace(component, weight=weight * component.weight) for component in function.components)
-    return (Component(function_name(function), weight, function, on_error),)
+        return tuple(
+            replace(
+                part,
+                weight=fixed * part.weight,
+                factors=(*factors, *part.factors),
+                on_error="skip" if on_error == "skip" else part.on_error,
+            )
+            for part in function.components
+        )
+    return (Component(function_name(function), fixed, function, on_error, factors=factors),)
 
 
 def _name(function: RewardFunction) -> str:
     return function.name if isinstance(function, Reward) else function_name(function)
 
 
-def _weight(function: RewardFunction, weight: Any) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
-        raise ConfigError(f"weight {weight!r} of reward {_name(function)!r} is not a finite number, such as 0.5.")
-    return float(weight)
+def _state(part: Component) -> dict[str, Any]:
+    weights = [factor.state_dict() if isinstance(factor, AdaptiveWeight) else None for factor in part.factors]
+    function: Any = unwrapped(part.function)
+    own = deepcopy(function.state_dict()) if _is_stateful(function) else None
+    return {"waits": part.nature.waits, "weights": weights, "function": own}
+
+
+def _restore(part: Component, state: Mapping[str, Any]) -> None:
+    part.nature.waits = state["waits"]
+    saved = state["weights"] if len(state["weights"]) == len(part.factors) else [None] * len(part.factors)
+    for factor, own in zip(part.factors, saved, strict=True):
+        if isinstance(factor, AdaptiveWeight) and own is not None:
+            factor.load_state_dict(own)
+    function: Any = unwrapped(part.function)
+    if state["function"] is not None and _is_stateful(function):
+        function.load_state_dict(state["function"])
+
+
+def _is_stateful(function: Any) -> bool:
+    """Whether a function keeps a state for the checkpoint; a torch module's weights are no state of the run."""
+    return all(hasattr(function, name) for name in ("state_dict", "load_state_dict")) and not hasattr(
+        function, "named_parameters"
+    )
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
