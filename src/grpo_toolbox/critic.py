@@ -28,7 +28,7 @@ class CriticSettings:
     max_grad_norm: float = 1.0
     pretrain_steps: int = 0
     """Steps at the start of the run in which the critic alone learns."""
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 1024
     packed: bool = True
     autocast: torch.dtype | None = None
     """Precision of the forward pass; None is that of the weights."""

@@ -26,7 +26,7 @@ class UpdateSettings:
     """How a batch becomes an optimizer step."""
 
     ppo_epochs: int = 1
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 1024
     max_grad_norm: float = 1.0
     packed: bool = True
     skip_zero_advantage: bool = True

@@ -71,7 +71,7 @@ def check_config(config: RunConfig) -> None:
         if value not in (None, "none") and value not in registry(file, listed):
             raise unknown_option(f"objective.{key}", value, registry(file, listed))
     for key in AT_LEAST_ONE:
-        if _get(config, key) < 1:
+        if _get(config, key) is not None and _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 1.")
     for key in NOT_NEGATIVE:
         value = _get(config, key)
