@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch
-from grpo_toolbox.models.attention import layout_attention, packed_layout
+from grpo_toolbox.models.attention import Layout, layout_attention, packed_layout
 from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
 
@@ -75,7 +75,7 @@ def _packed_hidden(model: Any, batch: Batch) -> Tensor:
     positions = [place for length in prompt_lengths for place in range(length)]
     for group, length in zip(batch.group, lengths, strict=True):
         positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
-    layout = packed_layout(prompt_lengths, lengths, list(batch.group), device)
+    layout = _layout(prompt_lengths, lengths, list(batch.group), device)
     with layout_attention(model):
         hidden = decoder(model)(
             input_ids=torch.tensor([ids], device=device),
@@ -84,6 +84,15 @@ def _packed_hidden(model: Any, batch: Batch) -> Tensor:
             layout=layout,
         ).last_hidden_state[0]  # (N, H)
     return hidden[_predictors(batch, prompt_lengths, lengths).to(device)]
+
+
+def _layout(prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device) -> Layout:
+    if device.type == "cuda":
+        from grpo_toolbox.models.flex import flex_layout, flex_works
+
+        if flex_works(device):
+            return flex_layout(prompt_lengths, lengths, group, device)
+    return packed_layout(prompt_lengths, lengths, group, device)
 
 
 def decoder(model: Any) -> Any:

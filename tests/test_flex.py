@@ -1,0 +1,42 @@
+"""The block-sparse kernel's mask is the packed layout's; its speed and gradients need a GPU (see models/flex.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_toolbox.models.attention import packed_layout
+from grpo_toolbox.models.flex import flex_layout, flex_works
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    prompts=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+    completions=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 2)), min_size=1, max_size=5),
+)
+@torch.no_grad()
+def test_it_attends_to_what_the_gathered_layout_attends_to(prompts, completions):
+    lengths = [length for length, _ in completions]
+    group = [owner % len(prompts) for _, owner in completions]
+    total = sum(prompts) + sum(lengths)
+    generator = torch.Generator().manual_seed(total)
+    query, key, value = (torch.randn(1, heads, total, 16, generator=generator) for heads in (4, 2, 2))
+    flex = flex_layout(prompts, lengths, group, CPU, compiled=False)
+    gathered = packed_layout(prompts, lengths, group, CPU)
+    torch.testing.assert_close(
+        flex.attend(0, query, key, value, 0.25), gathered.attend(0, query, key, value, 0.25), atol=2e-6, rtol=0
+    )
+    assert flex.span == gathered.span
+
+
+def test_a_processor_gathers():
+    assert not flex_works(CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_it_runs_and_gives_the_same_gradients():
+    assert flex_works(torch.device("cuda"))
