@@ -27,6 +27,8 @@ RewardFunction = Callable[..., Any]
 ON_ERROR = ("stop", "skip")
 MAX_ERROR_RATE = 0.05
 ERROR_WINDOW = 500
+TOTAL = "_total"
+"""How the names of metrics end that add up over calls, components and the parts of a step."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class Reward:
         return merged
 
     def metrics(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """The mean of what was logged under each name, by the functions that own the name where some do."""
+        """The mean (of names in `_total` the sum) of what was logged, by functions that own a name where some do."""
         logged: dict[str, list[float]] = {}
         owned: dict[str, list[float]] = {}
         for component, outcome in zip(self.components, outcomes, strict=True):
@@ -259,7 +261,10 @@ class Reward:
                 logged.setdefault(name, []).extend(values)
                 if name in owns:
                     owned.setdefault(name, []).extend(values)
-        return {name: sum(values) / len(values) for name, values in {**logged, **owned}.items()}
+        return {
+            name: sum(values) / (1 if name.endswith(TOTAL) else len(values))
+            for name, values in {**logged, **owned}.items()
+        }
 
 
 def combine(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.rewards.text import completion_text, content_text, without_stop_tokens
+from grpo_toolbox.rewards.text import completion_text, content_text, without_control_tokens, without_stop_tokens
 
 REFERENCE = """\
 You grade a response against a reference answer.
@@ -69,7 +69,6 @@ UNTRUSTED = ("completion", "first", "second")
 """The slots for what the policy wrote."""
 
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-_CONTROL = re.compile(r"<(?=[|｜])|<(?=/?s>|/?(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>|</?SYS>)|\[(?=/?INST\])")
 
 
 def template_fields(template: str) -> set[str]:
@@ -92,9 +91,9 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
     No text can end the slot that it stands in: `{fence}` is a code that none of the texts holds, for the template's
     tags. A template that does not use it gets tags with the code around what the policy wrote, and a sentence at its
-    end. Control tokens of chat formats (`<|im_end|>`) are broken up by a blank, since servers obey them in any text.
+    end. Control tokens of chat formats (`<|im_end|>`) are defused, since servers obey them in any text.
     """
-    texts = {name: _CONTROL.sub(lambda found: found[0] + " ", text) for name, text in values.items()}
+    texts = {name: without_control_tokens(text) for name, text in values.items()}
     fence = _fence(texts)
     if "fence" not in template_fields(template):
         own = [name for name in UNTRUSTED if name in texts]

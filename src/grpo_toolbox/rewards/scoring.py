@@ -12,7 +12,7 @@ from typing import Any, Self
 from grpo_toolbox.errors import DataError, RewardError
 from grpo_toolbox.rewards.budget import ErrorBudget
 from grpo_toolbox.rewards.calling import Batch, Rows
-from grpo_toolbox.rewards.contract import Component, Reward, TrainerState
+from grpo_toolbox.rewards.contract import TOTAL, Component, Reward, TrainerState
 from grpo_toolbox.rewards.outcomes import Kind, Outcome
 from grpo_toolbox.rewards.signatures import CONTRACT
 from grpo_toolbox.types import Rollout, Scores
@@ -125,7 +125,7 @@ def _joined(name: str, values: Sequence[tuple[float, int]]) -> float:
     if name.startswith("time/") and name.endswith("/slowest"):
         return max(value for value, _ in values)
     counted = name.startswith("rewards/") and name.rpartition("/")[2] in {str(kind) for kind in Kind}
-    if counted or name.startswith("time/") or name in COUNTS:
+    if counted or name.startswith("time/") or name.endswith(TOTAL) or name in COUNTS:
         return sum(value for value, _ in values)
     return sum(value * size for value, size in values) / sum(size for _, size in values)
 

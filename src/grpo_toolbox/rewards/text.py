@@ -10,6 +10,10 @@ from grpo_toolbox.errors import ConfigError
 
 _STOP_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|</s>|<eos>|<pad>|<end_of_turn>|<｜end▁of▁sentence｜>)\Z")
 _LONGEST_STOP_TOKEN = 48
+_CONTROL_TOKEN = re.compile(
+    r"<(?=[|｜])|<(?=/?s>|/?(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>|</?SYS>>)|\[(?=/?INST\])"
+)
+_LOOK_ALIKE = {"<": "‹", "[": "⟦"}
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -34,6 +38,14 @@ def without_stop_tokens(text: str) -> str:
         end = end[: len(end) - (match.end() - match.start())]
         text, end = end, end.rstrip()
     return text
+
+
+def without_control_tokens(text: str) -> str:
+    """`text` in which no control token of a chat format (`<|im_end|>`, `[/INST]`, `</s>`) is left for what reads it.
+
+    Its first character becomes one that looks like it, so that every other character keeps its place.
+    """
+    return _CONTROL_TOKEN.sub(lambda found: _LOOK_ALIKE[found[0]], text)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
