@@ -29,15 +29,22 @@ _GROUPING = re.compile(r"(?<=\d)(?:\\[, ;!]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))
 _MINUS_SIGNS = str.maketrans({"−": "-", "﹣": "-", "－": "-", "–": "-", "‒": "-"})
 
 _NEXT_TURN = re.compile(r"^[ \t]*(?:(?:Question|Q|Problem|User|Human)\b[ \t]*\d*[ \t]*:|<\|im_start\|>)", re.MULTILINE)
+_BARE_BOX = re.compile(r"\\boxed[ \t]*(?P<content>[^\s{}$\\]+|\\[a-zA-Z]+(?:\{[^{}]*\}){0,2})")
 _BRACE = re.compile(r"(?P<box>\\{1,2}(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_THOUGHT = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
 _MARKDOWN = "*_` "
-_MARKER = re.compile(r"(?<!#)####(?!#)")
+MARKER = re.compile(r"(?<!#)####(?!#)")
 
 
 def last_number(text: str) -> str | None:
     """The last number in a text, as written; None where it has none."""
-    matches = list(_NUMBER.finditer(plain_signs(text)))
-    return matches[-1].group() if matches else None
+    numbers = numbers_in(text)
+    return numbers[-1] if numbers else None
+
+
+def numbers_in(text: str) -> list[str]:
+    """The numbers in a text, as written."""
+    return [match.group() for match in _NUMBER.finditer(plain_signs(text))]
 
 
 def last_boxed(text: str) -> str | None:
@@ -54,13 +61,44 @@ def last_boxed(text: str) -> str | None:
     return text[last[0] : last[1]].strip() if last[0] >= 0 else None
 
 
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    """Every outermost box with its place in the text: `\\boxed{...}`, `\\fbox{...}`, and `\\boxed 5` without braces."""
+    open_at: list[tuple[int, int]] = []  # where each open box or brace begins (-1 for a brace), and its content
+    found = [(match.start(), match.end(), match["content"].rstrip(".,;:")) for match in _BARE_BOX.finditer(text)]
+    for match in _BRACE.finditer(text):
+        token = match.group()
+        if match["box"] or token == "{":
+            open_at.append((match.start() if match["box"] else -1, match.end()))
+        elif token == "}" and open_at:
+            start, content = open_at.pop()
+            if start >= 0:
+                found.append((start, match.end(), text[content : match.start()].strip()))
+    outermost: list[tuple[int, int, str]] = []
+    for box in sorted(found):
+        if not outermost or box[0] >= outermost[-1][1]:
+            outermost.append(box)
+    return outermost
+
+
 def after_marker(text: str) -> str | None:
     """What follows the last `####`, to the end of its line; None where there is no marker."""
-    markers = list(_MARKER.finditer(text))
+    markers = list(MARKER.finditer(text))
     if not markers:
         return None
     rest = text[markers[-1].end() :].strip()
     return rest.splitlines()[0].strip() if rest else ""
+
+
+def after_thinking(text: str) -> str:
+    """What a completion says after its thinking; nothing where the thinking has no end."""
+    tags = list(_THOUGHT.finditer(text))
+    if not tags:
+        return text
+    last = tags[-1]
+    closings = [tag for tag in tags if tag[0].startswith("</")]
+    if not last[0].startswith("</"):  # it began to think and was cut off
+        return text[closings[-1].end() : last.start()] if closings else text[: last.start()]
+    return text[last.end() :]
 
 
 def whole_text(text: str) -> str | None:

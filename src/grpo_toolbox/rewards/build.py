@@ -17,7 +17,9 @@ from grpo_toolbox.rewards.formats import format_reward
 from grpo_toolbox.rewards.heldout import ON_HACKING, HeldOut
 from grpo_toolbox.rewards.judge import llm_judge
 from grpo_toolbox.rewards.length import length_penalty
+from grpo_toolbox.rewards.maths import math_reward
 from grpo_toolbox.rewards.model import reward_model
+from grpo_toolbox.rewards.numeric import numeric
 from grpo_toolbox.rewards.signatures import CONTRACT, function_name
 from grpo_toolbox.rewards.weights import read_weight
 
@@ -33,6 +35,8 @@ def weighted_sum(components: Sequence[Mapping[str, Any]]) -> Reward:
 
 REWARDS: dict[str, Callable[..., RewardFunction | Reward]] = {
     "exact_match": exact_match,
+    "math": math_reward,
+    "numeric": numeric,
     "format": format_reward,
     "length_penalty": length_penalty,
     "weighted_sum": weighted_sum,

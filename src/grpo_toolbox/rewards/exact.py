@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_toolbox.errors import ConfigError, DataError, unknown_option
 from grpo_toolbox.rewards.answers import (
@@ -21,6 +21,7 @@ from grpo_toolbox.rewards.answers import (
 from grpo_toolbox.rewards.signatures import declare
 from grpo_toolbox.rewards.text import compile_pattern, completion_text, without_stop_tokens
 
+T = TypeVar("T")
 EXTRACTIONS = {"last_number": last_number, "boxed": last_boxed, "hash": after_marker, "whole": whole_text}
 
 
@@ -34,24 +35,49 @@ def exact_match(
     column `column`, else the whole column. The function logs the share of completions in which nothing was found as
     metric `invalid_format_rate`, and what was found as extra column `extracted`.
     """
-    read = _extraction(extract, pattern)
+    return comparison(
+        "exact_match",
+        column,
+        gold_of=partial(_gold, extract=extract),
+        answer_in=partial(find_answer, extract=_extraction(extract, pattern)),
+        same=partial(same_answer, ignore_case=ignore_case),
+        wanted="a number" if extract == "last_number" else "not empty",
+        setting=f"reward.extract={extract}",
+    )
+
+
+def comparison(
+    name: str,
+    column: str,
+    gold_of: Callable[[Any], T | None],
+    answer_in: Callable[[str], T | None],
+    same: Callable[[T, T], bool],
+    wanted: str,
+    setting: str,
+) -> Callable[..., list[float | None]]:
+    """A reward that compares the answer in a completion with the one in a data column.
+
+    `gold_of` reads the column: None where there is no answer that could be met; TypeError for a value of a wrong type.
+    `answer_in` finds the answer in the completion's text. Messages call a gold answer `wanted`, and what was set
+    `setting`.
+    """
 
     def score(
         completions: Sequence[Any], log_extra: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
-        golds = [_gold(gold, extract) for gold in columns[column]]
-        answers = [find_answer(without_stop_tokens(completion_text(text)), read) for text in completions]
+        golds = [gold_of(gold) for gold in columns[column]]
+        answers = [answer_in(without_stop_tokens(completion_text(text))) for text in completions]
         if log_extra is not None:
-            log_extra("extracted", answers)
+            log_extra("extracted", [None if answer is None else str(answer) for answer in answers])
         if log_metric is not None and answers:
             log_metric("invalid_format_rate", answers.count(None) / len(answers))
         return [
-            None if gold is None else float(answer is not None and same_answer(answer, gold, ignore_case))
+            None if gold is None else float(answer is not None and same(answer, gold))
             for answer, gold in zip(answers, golds, strict=True)
         ]
 
-    declare(score, "exact_match", ["completions", column])
-    score.check_rows = partial(_check_golds, column, extract)  # type: ignore[attr-defined]
+    declare(score, name, ["completions", column])
+    score.check_rows = partial(_check_golds, column, gold_of, wanted, setting)  # type: ignore[attr-defined]
     return score
 
 
@@ -69,19 +95,20 @@ def _extraction(extract: str, pattern: str | None) -> Callable[[str], str | None
     return last_match(compile_pattern(pattern))
 
 
-def _check_golds(column: str, extract: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _check_golds(
+    column: str, gold_of: Callable[[Any], Any], wanted: str, setting: str, rows: Sequence[Mapping[str, Any]]
+) -> None:
     """Raise DataError for a gold answer of another type, and where no row has one that can be met."""
     met = False
     for row in rows:
         try:
-            met = _gold(row[column], extract) is not None or met
+            met = gold_of(row[column]) is not None or met
         except TypeError as error:
             raise DataError(f"prompt {row['prompt']!r:.60}: {error}. Write column '{column}' as text.") from error
     if not met:
-        wanted = "that is a number" if extract == "last_number" else "that is not empty"
         raise DataError(
-            f"no row has a gold answer {wanted} in column '{column}' (the first is {rows[0][column]!r:.40}), so "
-            f"reward.extract={extract} would score nothing. Set data.columns.answer, or another reward.extract."
+            f"no row has a gold answer that is {wanted} in column '{column}' (the first is {rows[0][column]!r:.40}), so"
+            f" {setting} would score nothing. Set data.columns.answer, or another {setting.partition('=')[0]}."
         )
 
 

@@ -1,0 +1,84 @@
+"""The child side of `workers`: a process that answers one job after the other, within limits it cannot lift.
+
+Run as `python -m grpo_toolbox.rewards.worker module:function megabytes`. Each line of standard input is a job,
+`[seconds, argument]` in JSON; each line of standard output an answer: `{"value": ...}`, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+MEGABYTE = 2**20
+
+
+def main() -> None:
+    """Serve until standard input ends, which it does when the parent is gone, however it went."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    target, megabytes = sys.argv[1], int(sys.argv[2])
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not look like an answer
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, megabytes * MEGABYTE)
+    try:
+        function = _load(target)
+    except Exception as error:  # whatever importing the module raises is the answer to the parent
+        _say(replies, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    _say(replies, {"ready": True})
+    for line in sys.stdin.buffer:
+        seconds, argument = json.loads(line)
+        _allow_cpu(seconds)
+        _say(replies, _answer(function, argument))
+        if _peak_megabytes() > megabytes / 2:  # caches have grown: a fresh process is smaller
+            return
+
+
+def _load(target: str) -> Callable[[Any], Any]:
+    module, _, name = target.partition(":")
+    function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _answer(function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+    try:
+        return {"value": function(argument)}
+    except MemoryError:
+        return {"memory": True}
+    except Exception as error:  # code at the mercy of what a model wrote
+        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _say(replies: IO[bytes], answer: dict[str, Any]) -> None:
+    replies.write(json.dumps(answer).encode() + b"\n")
+    replies.flush()
+
+
+def _allow_cpu(seconds: float) -> None:
+    """Let the kernel end this process when the parent, which would have, is gone."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + 2 * seconds + 1))
+
+
+def _limit(what: int, amount: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    soft = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space
+        resource.setrlimit(what, (soft, hard))
+
+
+def _peak_megabytes() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (MEGABYTE if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    main()
