@@ -69,8 +69,8 @@ def products(config: Any, one: Pass) -> list[Product]:
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    shapes = {(hidden, queries): 1, (hidden, keys): 2, (queries, hidden): 1, (hidden, inner): 2, (inner, hidden): 1}
-    body = [Product(one.tokens, *shape, count * layers) for shape, count in shapes.items()]
+    shapes = [(hidden, queries, 1), (hidden, keys, 2), (queries, hidden, 1), (hidden, inner, 2), (inner, hidden, 1)]
+    body = [Product(one.tokens, into, out, count * layers) for into, out, count in shapes]
     return [*body, Product(one.labels, hidden, config.vocab_size, 1)]
 
 

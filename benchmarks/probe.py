@@ -110,7 +110,7 @@ def in_child(script: str, job: Mapping[str, Any], threads: int, timeout: float =
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    command = [sys.executable, str(HERE / script), json.dumps(job | {"threads": threads})]
+    command = [sys.executable, str(HERE / script), json.dumps({**job, "threads": threads})]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as late:

@@ -199,7 +199,7 @@ def measure_learning(job: dict[str, Any]) -> dict[str, Any]:
     right = exact_match(extract="whole")
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        values = right(completions=completions, answer=answer)
+        values = [float(value) for value in right(completions=completions, answer=answer)]
         goal.rewards.append(sum(values) / len(values))
         return values
 
