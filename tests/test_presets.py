@@ -210,6 +210,7 @@ TRLS: dict[str, Callable[[Any], Any]] = {
     "objective.entropy_target": lambda trl: trl.entropy_target if trl.use_adaptive_entropy else None,
     "objective.top_entropy_quantile": lambda trl: trl.top_entropy_quantile,
     "objective.mask_truncated": lambda trl: trl.mask_truncated_completions,
+    "model.router_aux_loss_coef": lambda trl: trl.router_aux_loss_coef,
     "trainer.ppo_epochs": lambda trl: trl.num_iterations,
     "trainer.seed": lambda trl: trl.seed,
     "trainer.lr": lambda trl: trl.learning_rate,

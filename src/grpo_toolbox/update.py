@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
-from grpo_toolbox.models.forward import autocast, completion_logps
+from grpo_toolbox.models.experts import ExpertBalance
+from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps
 from grpo_toolbox.objectives import kl_penalty, loss_and_terms, mismatch
 from grpo_toolbox.ratios import entropy_threshold
 from grpo_toolbox.run import Run
@@ -40,17 +42,20 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
 def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str, float]:
     settings, objective = run.settings, run.controlled_objective()
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
-    skip = settings.skip_zero_advantage and objective.zero_advantage_is_zero_gradient
+    skip = settings.skip_zero_advantage and objective.zero_advantage_is_zero_gradient and not settings.router_aux_coef
     rows = rows_with_gradient(batch) if skip else list(range(len(batch)))
     micros = _top_entropy(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)])
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     meter = Meter()
+    balance = _expert_balance(run, batch)
     run.policy.train()
     for epoch in range(epochs):
+        balance.count(micros, partial(_hidden, run))
         for index, micro in enumerate(micros):
-            logps, entropy = policy_logps(run, micro)
+            with balance.watching(micro):
+                logps, entropy = policy_logps(run, micro)
             loss, terms = loss_and_terms(
                 objective,
                 logps=logps,
@@ -63,6 +68,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 sampler_logps=micro.sampler_logps,
                 trained=micro.trained,
             )
+            loss = loss + balance.loss()
             loss.backward()
             meter.add(loss, terms | {"entropy": entropy.detach()}, micro.mask)
             if epoch == 0:
@@ -71,7 +77,13 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 micros[index] = replace(micro, old_logps=old_logps)
         meter.grad_norm = _step(run, meter, number)
     trained = {"rows_trained": float(len(rows)), "forward_tokens": float(sum(micro.forward_tokens for micro in micros))}
-    return meter.metrics(epochs) | trained | {"lr": lr}
+    return meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
+
+
+def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
+    rows_per_prompt = len(batch) / max(len(batch.prompts), 1)
+    settings = run.settings
+    return ExpertBalance(run.policy, settings.router_aux_coef, rows_per_prompt=rows_per_prompt, packed=settings.packed)
 
 
 def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
@@ -100,6 +112,11 @@ def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
 def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
     with autocast(run.device, run.settings.autocast):
         return completion_logps(model, micro, temperature=run.sampling.temperature or 1.0, packed=run.settings.packed)
+
+
+def _hidden(run: Run, micro: Batch) -> Tensor:
+    with autocast(run.device, run.settings.autocast):
+        return completion_hidden(run.policy, micro, packed=run.settings.packed)
 
 
 def _micros(run: Run, batch: Batch, rows: Sequence[int]) -> list[Batch]:

@@ -90,6 +90,9 @@ def check_config(config: RunConfig) -> None:
     for key in ("trainer.max_grad_norm", "critic.max_grad_norm"):
         if not _get(config, key) > 0:
             raise ConfigError(f"{key}={_get(config, key)} must be above 0; inf never clips.")
+    coef = config.model.router_aux_loss_coef
+    if coef is not None and not 0 <= coef < math.inf:
+        raise ConfigError(f"model.router_aux_loss_coef={coef} must be a finite number >= 0; null is the model's own.")
     if not 0 < config.trainer.reference_mix <= 1:
         raise ConfigError(f"trainer.reference_mix={config.trainer.reference_mix} must be in (0, 1]; 1 is a reset.")
     if config.critic.clip is not None and not config.critic.clip > 0:

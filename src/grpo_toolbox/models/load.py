@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError, unknown_option
-from grpo_toolbox.models.lora import LoraOptions, add_adapter, has_adapter, merged_state_dict
+from grpo_toolbox.models.lora import LoraOptions, add_adapter, has_adapter, merged_state_dict, without_peft_noise
 from grpo_toolbox.models.paths import ADAPTER_FILE, TINY, resolve_model_path
 from grpo_toolbox.models.reference import Reference, make_reference
 
@@ -132,8 +132,12 @@ def load_model(
     return model.eval()
 
 
+_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""What modules call the noise that they put on the input of their routers in training."""
+
+
 def _without_dropout(model: Any) -> Any:
-    """Set the checkpoint's own dropout to 0: rollouts are sampled without, and the policy that is trained is that one.
+    """Set the checkpoint's own dropout and router noise to 0: rollouts are sampled without, and trained as sampled.
 
     Only `model.lora.dropout` brings it back.
     """
@@ -143,7 +147,7 @@ def _without_dropout(model: Any) -> Any:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or name in _NOISE) and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
 
@@ -188,7 +192,7 @@ def _load_merged(base: str, folder: str, options: dict[str, Any]) -> Any:
     from peft import PeftModel
 
     model = _load_plain(base, options)
-    with _refusals(folder):
+    with _refusals(folder), without_peft_noise():
         return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +56,27 @@ def add_adapter(model: Any, lora: LoraOptions) -> Any:
     )
     layers = _linear_layers(model)
     try:
-        with warnings.catch_warnings():
-            # PEFT asks transformers by a name that transformers is giving up: nothing that a user could mend
-            warnings.filterwarnings(
-                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
-            )
+        with without_peft_noise():
             adapted = get_peft_model(model, config)
     except ValueError as error:  # PEFT matches the names itself and raises this where none fits
+        if "lora_dropout" in str(error):
+            raise ConfigError(
+                f"model.lora.dropout={lora.dropout} cannot be had for a mixture of experts, whose adapters stand on "
+                "weights and not on layers: set model.lora.dropout=0, or other layers in model.lora.target_modules."
+            ) from error
         raise unknown_option("model.lora.target_modules", targets, {"all-linear", *layers}) from error
     _refuse_tied(adapted, targets)
     return adapted
+
+
+@contextmanager
+def without_peft_noise() -> Iterator[None]:
+    """Silence, inside the block, what PEFT warns of and no user could mend: a name that transformers is giving up, and
+    ranks that it sets for experts which it then does not find."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
+        yield
 
 
 def _linear_layers(model: torch.nn.Module) -> set[str]:
@@ -94,10 +107,16 @@ def merged_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()  # type: ignore[operator]
-    state = {key.replace(".base_layer.", "."): value for key, value in base.state_dict().items() if ".lora_" not in key}
+    state = {_plain_name(key): value for key, value in base.state_dict().items() if ".lora_" not in key}
     with torch.no_grad():
         for name, layer in base.named_modules():
             if isinstance(layer, LoraLayer):
-                weight, delta = state[f"{name}.weight"], layer.get_delta_weight(model.active_adapter)
-                state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
+                key = f"{_plain_name(name)}.{getattr(layer, 'parameter_name', 'weight')}"
+                weight, delta = state[key], layer.get_delta_weight(model.active_adapter)
+                state[key] = (weight.float() + delta.float()).to(weight.dtype)
     return state
+
+
+def _plain_name(name: str) -> str:
+    """Return a name without what wrapping has put into it, once for every adapted weight."""
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
