@@ -187,6 +187,86 @@ def test_each_portion_is_one_optimizer_step_and_later_ones_are_off_policy(tmp_pa
     assert versions == [0] * 8
 
 
+IN_HALF = (*SEVERAL, "trainer.precision=bfloat16")
+"""The engine decodes token by token and the trainer packs: in half precision their log-probs are not the same."""
+
+
+def test_in_half_precision_later_steps_take_the_trainers_own_log_probs(tmp_path: Path) -> None:
+    """π_old is what the trainer says before the first of the steps, so that the ratio of an unmoved policy is 1."""
+    run = built_run(*IN_HALF, f"run_dir={tmp_path / 'run'}")
+    first, *later = (batch_of(run, next_experience(run, number, clock)) for number in range(1, 5))
+    assert first.old_logps is None
+    for batch in later:
+        assert batch.old_logps is not None
+        assert torch.equal(batch.mask, batch.old_logps != 0)
+        assert not torch.equal(batch.old_logps, batch.sampler_logps)
+    unmoved = update(run, later[0], 1)
+    assert unmoved["ratio"] == pytest.approx(1, abs=1e-6)
+    assert unmoved["sampler/logp_gap_mean"] > 1e-4  # the engine is compared with the trainer, not with itself
+
+
+def test_the_first_portion_needs_log_probs_of_its_own_only_where_it_comes_again(tmp_path: Path) -> None:
+    once = next_experience(built_run(*IN_HALF, f"run_dir={tmp_path / 'once'}"), 1, clock)
+    run = built_run(*IN_HALF, "trainer.ppo_epochs=2", f"run_dir={tmp_path / 'twice'}")
+    passes = [next_experience(run, number, clock) for number in range(1, 9)]
+    assert once.old_logps is None
+    assert batch_of(run, passes[0]).old_logps is None
+    assert batch_of(run, passes[4]).old_logps is passes[0].old_logps
+
+
+@pytest.mark.parametrize(
+    ("words", "reuses"),
+    [
+        ([], True),
+        (["rollout.engine=hf"], True),
+        (["trainer.precision=bfloat16"], False),
+        (["model.dtype=bfloat16"], False),
+        (["rollout.reuse_logps=false"], False),
+        (["trainer.precision=bfloat16", "rollout.reuse_logps=true"], True),
+    ],
+    ids=str,
+)
+def test_the_engines_log_probs_serve_where_it_rounds_as_the_trainer_does(
+    words: list[str], reuses: bool, tmp_path: Path
+) -> None:
+    run = built_run(*SEVERAL, *words, f"run_dir={tmp_path / 'run'}")
+    assert run.generation.reuse_logps == reuses
+    portions = [next_experience(run, number, clock) for number in range(1, 5)]
+    assert [one.old_logps is None for one in portions] == [True, reuses, reuses, reuses]
+
+
+def test_whose_log_probs_they_are_makes_no_difference_in_float32(tmp_path: Path) -> None:
+    """Two generations of four steps, the gradient clipped by the ratio: parameters agree to the rounding of Adam."""
+    runs = [
+        built_run(*SEVERAL, "objective=gspo", f"rollout.reuse_logps={reuse}", f"run_dir={tmp_path / reuse}")
+        for reuse in ("true", "false")
+    ]
+    for run in runs:
+        trained(run)
+    one, other = (parameters(run) for run in runs)
+    assert float((one - other).norm() / one.norm()) < 1e-5
+
+
+def test_in_half_precision_the_kl_in_the_reward_is_the_trainers(tmp_path: Path) -> None:
+    """Of an unmoved policy to its own reference it is exactly 0; by the engine's log-probs it would be noise."""
+    given = ("advantage=reinforce_pp", "objective.beta=0.5", "objective.kl=k1", "objective.kl_in=reward")
+    run = built_run(*PAID, *given, "trainer.precision=bfloat16", f"run_dir={tmp_path / 'run'}")
+    assert next_experience(run, 1, clock).metrics["kl"] == 0
+    noisy = replace(run, generation=replace(run.generation, reuse_logps=True), pending=[])
+    assert next_experience(noisy, 2, clock).metrics["kl"] != 0
+
+
+def test_the_trainers_log_probs_are_part_of_a_checkpoint(tmp_path: Path) -> None:
+    run = built_run(*IN_HALF, f"run_dir={tmp_path / 'run'}")
+    next_experience(run, 1, clock)
+    again = from_state(to_state(run.pending))
+    assert len(again) == 3
+    for one, other in zip(again, run.pending, strict=True):
+        assert one.old_logps is not None
+        assert other.old_logps is not None
+        assert torch.equal(one.old_logps, other.old_logps)
+
+
 def test_what_a_generation_counted_is_reported_once(tmp_path: Path) -> None:
     given = ("reward.on_error=skip", "reward.name=plugs:failing_at_3", "rollout.dynamic_sampling=true")
     steps = trained(built_run(*SEVERAL, *given, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}"))

@@ -19,7 +19,7 @@ from grpo_toolbox.rewards.heldout import Checked
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.run import Experience, Run
 from grpo_toolbox.types import Prompt, Rollout, Sampling, Scores
-from grpo_toolbox.update import reward_penalty
+from grpo_toolbox.update import reward_penalty, trainer_logps
 
 Clock = Callable[[str], AbstractContextManager[None]]
 
@@ -41,7 +41,9 @@ def batch_of(run: Run, experience: Experience) -> Batch:
         batch = replace(batch, values=values, returns=returns)
     if len(experience.kept) < experience.advantages.shape[0]:
         batch = batch.select(_rows(experience.kept, run.group_size))
-    return replace(batch, old_logps=batch.sampler_logps) if experience.off_policy else batch
+    if not experience.off_policy:
+        return batch
+    return replace(batch, old_logps=batch.sampler_logps if experience.old_logps is None else experience.old_logps)
 
 
 def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
@@ -69,10 +71,20 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     steps = run.generation.steps_per_generation
     if steps == 1:
         return [whole]
-    portions = [_take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
+    first, *later = [_take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
+    with clock("update"):
+        first = _with_old_logps(run, first) if run.settings.ppo_epochs > 1 else first
+        portions = [first, *(_with_old_logps(run, one) for one in later)]
     again = [replace(one, scores=replace(one.scores, metrics={}), metrics={}) for one in portions]
     passes = [*portions, *(again * (run.settings.ppo_epochs - 1))]
     return [replace(one, off_policy=index > 0) for index, one in enumerate(passes)]
+
+
+def _with_old_logps(run: Run, portion: Experience) -> Experience:
+    """Keep what the trainer says of the rollouts before the first of the steps that share them moves the policy."""
+    if run.generation.reuse_logps:
+        return portion
+    return replace(portion, old_logps=trainer_logps(run, batch_of(run, portion)))
 
 
 def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Rollout], Scores, dict[str, float]]:

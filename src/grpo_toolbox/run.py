@@ -43,6 +43,8 @@ class GenerationSettings:
 
     steps_per_generation: int = 1
     """Optimizer steps that share one generation of rollouts; above 1 the later ones are off-policy."""
+    reuse_logps: bool = True
+    """Whether the engine's log-probs are as good as the trainer's for π_old and a KL in the reward."""
     dynamic_sampling: bool = False
     """Go on sampling until enough groups have spread (DAPO)."""
     max_oversampling: int = 8
@@ -67,7 +69,9 @@ class Experience:
     returns: Tensor | None = None
     """(P, G, T) what the critic is to learn; NaN where nothing."""
     off_policy: bool = False
-    """Whether the policy has moved since these were sampled: then their log-probs are π_old's."""
+    """Whether the policy has moved since these were sampled: then the ratio is to `old_logps`."""
+    old_logps: Tensor | None = None
+    """(B, T) π_old's, of the groups that are trained, where the trainer computed them; None: the engine's are."""
 
 
 @dataclass

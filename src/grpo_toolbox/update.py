@@ -18,7 +18,7 @@ from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.models.experts import ExpertBalance
-from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps
+from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
 from grpo_toolbox.objectives import kl_penalty, loss_and_terms, mismatch
 from grpo_toolbox.ratios import entropy_threshold
 from grpo_toolbox.run import Run
@@ -40,10 +40,9 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
 
 
 def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str, float]:
-    settings, objective = run.settings, run.controlled_objective()
+    objective = run.controlled_objective()
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
-    skip = settings.skip_zero_advantage and objective.zero_advantage_is_zero_gradient and not settings.router_aux_coef
-    rows = rows_with_gradient(batch) if skip else list(range(len(batch)))
+    rows = _trained_rows(run, batch)
     micros = _top_entropy(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)])
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
@@ -89,7 +88,7 @@ def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
 def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
     """Return beta · KL per token (P, G, T), NaN off the completions, where the objective takes it off the reward.
 
-    The policy's log-probs are those its in-process engine sampled with.
+    The policy's log-probs are those its engine sampled with, or the trainer's where the engine's are not as good.
     """
     if run.reference is None or run.objective.kl_in != "reward":
         return None
@@ -98,10 +97,33 @@ def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
     for rows in micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens):
         micro = _with_reference(run, batch.select(rows).to(run.device), always=True)
         assert micro.ref_logps is not None
-        taken = kl_penalty(run.controlled_objective(), micro.sampler_logps, micro.ref_logps, micro.mask)
+        logps = micro.sampler_logps if run.generation.reuse_logps else _logps_now(run, micro)
+        taken = kl_penalty(run.controlled_objective(), logps, micro.ref_logps, micro.mask)
         taken = torch.where(micro.mask, taken, torch.nan).cpu()
         penalty[torch.tensor(rows), : taken.shape[1]] = taken
     return penalty.reshape(-1, run.group_size, penalty.shape[1])
+
+
+def trainer_logps(run: Run, batch: Batch) -> Tensor:
+    """Return the log-probs (B, T) of the policy as it is now, without gradient, zeros for rows that are not trained."""
+    logps = torch.zeros(batch.mask.shape)
+    for rows in micro_batches(batch, _trained_rows(run, batch), run.settings.micro_batch_tokens):
+        found = _logps_now(run, batch.select(rows).to(run.device)).cpu()
+        logps[torch.tensor(rows), : found.shape[1]] = found
+    return logps
+
+
+def _trained_rows(run: Run, batch: Batch) -> list[int]:
+    objective, settings = run.controlled_objective(), run.settings
+    skip = settings.skip_zero_advantage and objective.zero_advantage_is_zero_gradient and not settings.router_aux_coef
+    return rows_with_gradient(batch) if skip else list(range(len(batch)))
+
+
+@torch.no_grad()
+def _logps_now(run: Run, micro: Batch) -> Tensor:
+    """Return log-probs (B, T) of the policy as it samples: without gradient, and without dropout."""
+    with eval_mode(run.policy):
+        return policy_logps(run, micro)[0]
 
 
 def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         sampling=sampling(config),
         group_size=config.rollout.group_size,
         prompts_per_step=config.rollout.prompts_per_step,
-        generation=_generation(config.rollout),
+        generation=_generation(config, model, device),
         settings=_update_settings(trainer, device, packs, parts.router_aux_coef),
         eval_sampling=dataclasses.replace(sampling(config), temperature=trainer.eval_temperature, min_new_tokens=0),
         eval_every=trainer.eval_every if parts.eval_prompts else 0,
@@ -306,9 +306,14 @@ def _lr(trainer: TrainerConfig, step: int) -> float:
     )
 
 
-def _generation(rollout: RolloutConfig) -> GenerationSettings:
+def _generation(config: RunConfig, model: nn.Module, device: torch.device) -> GenerationSettings:
+    """Engines sample in this process, on the trainer's weights: in float32 they round as little as it does."""
+    rollout = config.rollout
+    precisions = {one.dtype for one in model.parameters()} | {_autocast_dtype(config.trainer, device)}
+    reuse = precisions.isdisjoint((torch.bfloat16, torch.float16))
     return GenerationSettings(
         steps_per_generation=rollout.steps_per_generation,
+        reuse_logps=reuse if rollout.reuse_logps is None else rollout.reuse_logps,
         dynamic_sampling=rollout.dynamic_sampling,
         max_oversampling=rollout.max_oversampling,
         max_empty_steps=rollout.max_empty_steps,

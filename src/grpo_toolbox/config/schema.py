@@ -121,6 +121,8 @@ class RolloutConfig:
     """Leave out tokens below this share of the likeliest token's probability."""
     steps_per_generation: int = 1
     """Optimizer steps that share one generation of prompts_per_step × this many prompts; later ones are off-policy."""
+    reuse_logps: bool | None = None
+    """Whether the sampler's log-probs serve as the trainer's own off-policy; null: where both are float32."""
     dynamic_sampling: bool = False
     """Sample on until prompts_per_step groups have rewards that differ; the others are not trained (DAPO)."""
     max_oversampling: int = 8
