@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before `exp`: e^20 ≈ 5e8 is far outside any trust region and still finite in float32."""
 MAX_KL_LOG_RATIO = 10.0
 """Where k3 goes on as its tangent: beyond it exp() only adds variance, and at 89 it overflows float32."""
-KEPT_PROBABILITIES = 128 * 2**20
+KEPT_PROBABILITIES = 256 * 2**20
 """Bytes of a head's probabilities that may wait for backward instead of being computed again."""
 MIN_LOGP = -100.0
 """Floor on reference log-probs: a token that is impossible under the reference costs about 100 nats, not infinity."""

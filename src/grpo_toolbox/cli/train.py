@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.cli.help import train_help
+from grpo_toolbox.cli.allocator import reuse_freed_memory
 from grpo_toolbox.errors import ToolboxError
 
 if TYPE_CHECKING:  # help does not wait for OmegaConf
@@ -39,6 +40,7 @@ def run_composed(command: str, argv: Sequence[str], work: Callable[[tuple[RunCon
     from grpo_toolbox.config.typed import typed_config
 
     args = read_arguments(argv, command)
+    reuse_freed_memory()
     if os.getcwd() not in sys.path:  # an installed command does not look for the user's modules there by itself
         sys.path.append(os.getcwd())
     failures: list[Exception] = []
