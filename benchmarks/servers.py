@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import tempfile
 import time
@@ -103,7 +104,7 @@ def _llama(side: str, load: Workload, arguments: argparse.Namespace) -> Iterator
 
 @contextmanager
 def _vllm(side: str, load: Workload, arguments: argparse.Namespace) -> Iterator[Any]:
-    port = 8801
+    port = _free_port()
     words = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", arguments.model]
     words += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", 1024]
     words += ["--enforce-eager", "--served-model-name", "measured"]
@@ -119,6 +120,12 @@ def _vllm(side: str, load: Workload, arguments: argparse.Namespace) -> Iterator[
             return int(_post(f"{address}/v1/completions", body)["usage"]["completion_tokens"])
 
         yield ask
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:

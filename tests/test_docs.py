@@ -83,6 +83,7 @@ HOW_TO_RUN = (
     (r"toolbox (traces|memory|models list)", ""),
     (r"toolbox models get", SKIP + "93 MB; a slow test fetches them"),
     (r"pip install", SKIP + "the tests run in what it makes"),
+    (r"python benchmarks/", SKIP + "takes minutes; tests/test_speed_counts.py has their options read"),
     (r"tail ", SKIP + "no command of ours"),
     (r"python tests/test_docs.py", SKIP + "it would write what these tests check"),
     (r"make \w", "a target of the Makefile"),

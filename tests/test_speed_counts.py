@@ -7,8 +7,10 @@ measured by benchmarks/.
 from __future__ import annotations
 
 import importlib
+import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from grpo_toolbox.surrogates import clipped
 from grpo_toolbox.trainer import train
 from grpo_toolbox.types import Rollout, Sampling
 from grpo_toolbox.update import update
-from small_models import VOCABULARY, build, make_prompts, shared, text_ids
+from small_models import STOP, VOCABULARY, build, make_prompts, shared, text_ids
 from toolbox_runs import built_run
 
 Lengths = Sequence[Sequence[int]]
@@ -220,10 +222,9 @@ def _either_way(shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return shapes | {shape[::-1] for shape in shapes}
 
 
-def test_the_operations_of_a_pass_are_those_that_the_benchmark_counts(monkeypatch: pytest.MonkeyPatch):
+def test_the_operations_of_a_pass_are_those_that_the_benchmark_counts(benchmark: Any):
     """Every product three times (forward, two gradients); logits may be computed a second time, nothing else is."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    flops = importlib.import_module("flops")
+    flops = benchmark("flops")
     model, batch = build("llama"), batch_of()
     one = flops.pass_of(batch)
     products = flops.products(model.config, one)
@@ -274,7 +275,7 @@ def test_a_rollout_holds_logits_of_one_token_a_row():
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_group_attends_to_one_copy_of_its_prompt(copies: bool):
-    """Sixteen rows behind 200 tokens: no tensor is as large as sixteen copies of the prompt's keys; `generate` has it."""
+    """Sixteen rows behind 200 tokens: no tensor is as large as sixteen copies of its keys; `generate` makes one."""
     model = shared("llama")
     engine = (HfEngine if copies else LocalEngine)(model, decode=lambda ids, _: "", stop_ids=())
     with Operations() as operations:
@@ -285,10 +286,58 @@ def test_a_group_attends_to_one_copy_of_its_prompt(copies: bool):
 
 # ---- the benchmarks themselves ---------------------------------------------------------------------------------------
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCRIPTS = ("run_all", "steps", "rollouts", "servers", "learning", "matrix_rate", "growth", "cuda_steps")
 
-def test_long_tailed_lengths_have_their_mean_and_their_longest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    workloads = importlib.import_module("workloads")
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """What the scripts' docstrings and the page on benchmarks tell the reader to type, by script."""
+    pages = [*BENCHMARKS.glob("*.py"), BENCHMARKS.parent / "docs" / "benchmarks.md"]
+    for page in pages:
+        for script, options in re.findall(r"^ *python benchmarks/(\w+)\.py(.*)$", page.read_text(), flags=re.MULTILINE):
+            if script in SCRIPTS:
+                yield script, shlex.split(options, comments=True)
+
+
+def test_every_documented_command_line_is_understood(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """All but measuring: what to measure is overridden by nothing."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    known = list(commands())
+    assert {script for script, _ in known} == set(SCRIPTS)
+    for script, options in known:
+        without = [*options, "--only", "", "--model", str(tmp_path), "--out", str(tmp_path / "none.jsonl")]
+        if "--tune" not in options:
+            benchmark(script).main(without)
+    assert "machine" not in capsys.readouterr().err
+
+
+def test_the_table_says_how_many_times_faster_and_takes_the_newest(benchmark: Any):
+    """TRL 30 s against our newest 10 s is 3.00×; 2 of 8 GiB are 0.25; the faster cache of `generate` counts."""
+    common = {"scale": "full", "device": "cpu", "threads": 2, "versions": {"torch": "1"}, "machine": "one"}
+
+    def line(name: str, side: str, seconds: float, gib: float = 1.0) -> dict[str, Any]:
+        return {"name": name, "side": side, "seconds": seconds, "peak_gib": gib, "completion_tokens": 600} | common
+
+    records = [line("A", "ours", 99.0, 9.0), line("A", "trl", 30.0, 8.0), line("A", "ours", 10.0, 2.0)]
+    records += [line("E-64", "ours", 2.0), line("E-64", "static", 6.0), line("E-64", "dynamic", 3.0)]
+    records.append(line("A", "ours", 1.0) | {"threads": 1})
+    table = benchmark("tables").report(records, "full", "cpu", 2)
+    assert "| 10.00 s | trl 30.00 s | 3.00× | 1.7× | 2.1× |" in table
+    assert "| 2.00 GiB | trl 8.00 GiB | 0.25 | 0.8 | 0.6 |" in table
+    assert "| 300 tok/s | dynamic 200 tok/s | 1.50× | 1.7× | 2.3× |" in table
+
+
+def test_long_tailed_lengths_have_their_mean_and_their_longest(benchmark: Any):
+    workloads = benchmark("workloads")
     lengths = workloads.STEPS["D"].lengths()
     assert (len(lengths), sum(lengths), max(lengths)) == (64, 64 * 64, 256)
     assert min(lengths) >= 1
@@ -296,11 +345,32 @@ def test_long_tailed_lengths_have_their_mean_and_their_longest(monkeypatch: pyte
     assert workloads.STEPS["A"].lengths() == [64] * 64
 
 
-def test_fixed_rewards_give_every_mixed_group_spread(monkeypatch: pytest.MonkeyPatch):
+def test_fixed_rewards_give_every_mixed_group_spread(benchmark: Any):
     """In whatever portions completions are scored."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    workloads = importlib.import_module("workloads")
+    workloads = benchmark("workloads")
     workloads._scored.clear()
     prompts, kinds = ["a"] * 4 + ["b"] * 4, ["mixed"] * 4 + ["flat"] * 4
     assert workloads.fixed_reward(prompts[:3], kinds[:3]) == [0, 1, 0]
     assert workloads.fixed_reward(prompts[3:], kinds[3:]) == [1, 1, 1, 1, 1]
+
+
+def test_our_rows_end_where_the_workload_wants_them(benchmark: Any):
+    """Although prompts wait for their places and rows leave: each has its own length and ends with the stop token."""
+    forcing, workloads = benchmark("forcing"), benchmark("workloads")
+    load = workloads.Workload(4, 2, 5, max_new_tokens=20, mean_new_tokens=6)
+    model = build("llama")
+    model.generation_config.eos_token_id = STOP
+    engine = LocalEngine(model, decode=lambda ids, _: "", stop_ids=(STOP,), max_rows=4)
+    with forcing.ending_our_rows(load, model):
+        rollouts = engine.generate(make_prompts(5, 7, 3, 6), 2, Sampling(20, min_new_tokens=20))
+    assert [len(one.ids) for one in rollouts] == load.lengths()
+    assert all(one.ids.index(STOP) == len(one.ids) - 1 for one in rollouts if len(one.ids) < 20)
+
+
+def test_rows_of_generate_end_there_too(benchmark: Any):
+    forcing = benchmark("forcing")
+    ends = forcing.EndRows([1, 3], prompt_tokens=2, stop_ids=[STOP])
+    scores = torch.zeros(2, 4)
+    drawable = [(ends(torch.zeros(2, 2 + place), scores.clone()) > -1).tolist() for place in range(3)]
+    only_stop, all_but_stop = [False, True, False, False], [True, False, True, True]
+    assert drawable == [[only_stop, all_but_stop], [all_but_stop] * 2, [all_but_stop, only_stop]]
