@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_toolbox.advantages import group_relative
 from grpo_toolbox.metrics import step_metrics
+from grpo_toolbox.models.experts import aux_loss, routing
 from grpo_toolbox.objectives import build_objective, loss_and_terms
 from grpo_toolbox.ops import Denominators
 from grpo_toolbox.ratios import entropy_threshold
@@ -168,6 +170,29 @@ def test_off_policy_rows_are_measured_against_the_sampler_always(reference: Path
 
 
 # ---- advantages and metrics ------------------------------------------------------------------------------------------
+
+
+def test_aux_loss_is_a_mean_of_micro_batch_losses_there(reference: Path):
+    # two micro-batches that use one expert of two each, and both evenly together: by themselves 2, together 1
+    trainer = trl_trainer(reference, micro_batches=2, beta=0.0)
+    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = True, 0.5
+    parts = [routing([sign * torch.tensor([[50.0, -50.0]])], torch.ones(1), 1) for sign in (1.0, -1.0)]
+    assert [float(aux_loss(part, part)) for part in parts] == [2, 2]
+    there = 0.0
+    for half, part in zip(HALVES, parts, strict=True):
+        rows = list(half)
+        outputs = SimpleNamespace(log_probs=NOW[rows], entropy=ENTROPY[rows], aux_loss=aux_loss(part, part))
+        inputs = {
+            "prompt_ids": torch.full((len(rows), 1), 5),
+            "prompt_mask": torch.ones(len(rows), 1, dtype=torch.long),
+            "completion_ids": torch.full((len(rows), MASK.shape[1]), 5),
+            "completion_mask": MASK[rows].long(),
+            "num_items_in_batch": MASK.sum().double(),
+            "advantages": torch.zeros(len(rows), dtype=torch.float64),
+        }
+        there += float(trainer._compute_loss(lambda outputs=outputs, **_: outputs, inputs))
+    assert there == pytest.approx(0.5 * 2)
+    assert sum(float(aux_loss(part, parts[0] + parts[1])) for part in parts) == pytest.approx(1)
 
 
 def _scored_by_trl(

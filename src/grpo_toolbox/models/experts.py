@@ -191,9 +191,8 @@ def check_router(model: nn.Module, coef: float) -> None:
     plain = plain_model(model)
     embedding = plain.get_input_embeddings()
     places = torch.arange(40, device=embedding.weight.device)
-    found = plain(
-        input_ids=(7 * places + 3).remainder(embedding.num_embeddings).unsqueeze(0), output_router_logits=True
-    )
+    probe = (7 * places + 3).remainder(embedding.num_embeddings).unsqueeze(0)
+    found = plain(input_ids=probe, output_router_logits=True, use_cache=False)
     if not getattr(found, "router_logits", None) or getattr(found, "aux_loss", None) is None:
         raise _refusal(coef, f"{type(plain).__name__} hands out none")
     rows = found.router_logits[0].flatten(0, -2)
