@@ -52,10 +52,10 @@ def choices() -> Iterator[Choice]:
         yield Choice(advantage, objective, loss_agg, *kl)
 
 
-TWINS = {"ppo_clip": "grpo", "dr_grpo": "grpo", "luspo": "gspo"}
+TWINS = {"ppo_clip": "grpo", "dr_grpo": "grpo"}
 """Objectives that are another one where aggregation and beta are set."""
 ALL = list(choices())
-FEW = random.Random(0).sample(ALL, 40)
+FEW = random.Random(1).sample(ALL, 40)
 
 
 @pytest.fixture(scope="module")
