@@ -21,7 +21,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 LAYERS = (
     ("types", "errors"),
     ("ops", "plugins", "schedule", "interrupts", "metrics", "controllers"),
-    ("surrogates", "ratios", "advantages", "batch"),
+    ("surrogates", "ratios", "selection", "advantages", "batch"),
     # models stand above batch: their forward pass takes one
     ("objectives", "rewards", "data", "models", "callbacks", "checkpoint"),
     ("engines", "critic"),

@@ -119,6 +119,11 @@ def test_kl_unbiased_by_hand():
         ({"entropy_coef": -0.1}, r"objective\.entropy_coef=-0\.1 must be a finite number >= 0"),
         ({"top_entropy_quantile": 0.0}, r"objective\.top_entropy_quantile=0\.0 must be in \(0, 1\]"),
         ({"top_entropy_quantile": 1.1}, r"objective\.top_entropy_quantile=1\.1 must be"),
+        ({"clip_cov": -0.1}, r"objective\.clip_cov=-0\.1 must be in \[0, 1\]"),
+        ({"kl_cov": 2.0}, r"objective\.kl_cov=2\.0 must be in \[0, 1\]"),
+        ({"kl_cov": math.nan}, r"objective\.kl_cov=nan must be in \[0, 1\]"),
+        ({"kl_cov_coef": math.inf}, r"objective\.kl_cov_coef=inf must be a finite number >= 0"),
+        ({"clip_cov_min": 5.0}, r"objective\.clip_cov_min=5\.0 must be below clip_cov_max=5\.0"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str):
@@ -247,15 +252,39 @@ def test_trained_leaves_tokens_out_of_the_surrogate_and_in_the_kl_and_the_denomi
         trained=torch.tensor([[True, False, True]]),
     )
     assert torch.autograd.grad(loss, logps)[0].tolist() == [pytest.approx([-0.9, 0.1, -0.9])]
-    assert terms["entropy_kept"].tolist() == [[1.0, 0.0, 1.0]]
+    assert terms["tokens_kept"].tolist() == [[1.0, 0.0, 1.0]]
 
 
 def test_rows_of_zero_advantage_stay_where_they_matter():
     # their entropies move the threshold that decides which tokens of other rows are trained
     assert Objective(clipped).zero_advantage_is_zero_gradient
     assert Objective(clipped, correction="icepop", off_policy_threshold=0.1).zero_advantage_is_zero_gradient
-    for options in ({"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}, {"beta": 0.1}):
+    chosen: tuple[dict[str, Any], ...] = ({"top_entropy_quantile": 0.5}, {"clip_cov": 0.1}, {"kl_cov": 0.1})
+    for options in (*chosen, {"entropy_coef": 0.1}, {"beta": 0.1}):
         assert not Objective(clipped, **options).zero_advantage_is_zero_gradient
+
+
+# ---- tokens anchored to π_old
+
+
+def test_anchored_tokens_are_pulled_to_the_policy_that_the_update_started_from():
+    # A = 0, log ρ = .3, −.2, .4, the last not anchored: 2·(.3 + .2)/3 tokens; gradient 2·sign/3; no KL at log ρ = 0
+    now = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    columns = {
+        "advantages": torch.zeros(1, 1, dtype=torch.float64),
+        "mask": torch.ones(1, 3, dtype=torch.bool),
+        "denominators": Denominators(1, 3, 8),
+        "anchored": torch.tensor([[True, True, False]]),
+    }
+    objective = Objective(clipped, loss_agg="token_mean", kl_cov=0.5, kl_cov_coef=2.0)
+    gaps = torch.tensor([[0.3, -0.2, 0.4]], dtype=torch.float64)
+    loss, terms = loss_and_terms(objective, logps=now, old_logps=now.detach() - gaps, **columns)
+    assert loss.item() == pytest.approx(1 / 3)
+    assert torch.autograd.grad(loss, now)[0].tolist() == [pytest.approx([2 / 3, -2 / 3, 0.0])]
+    assert terms["kl_cov"].tolist() == [pytest.approx([0.3, 0.2, 0.0])]
+    first_pass, _ = loss_and_terms(objective, logps=now, **columns)
+    assert first_pass.item() == 0
+    assert torch.autograd.grad(first_pass, now)[0].tolist() == [[0.0, 0.0, 0.0]]
 
 
 # ---- what no option may depend on ------------------------------------------------------------------------------------
@@ -271,6 +300,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "off_policy_threshold": {"off_policy_threshold": 0.05},
     "entropy_coef": {"entropy_coef": 0.2},
     "two-sided clip": {"delta": 1.3},
+    "kl_cov_coef": {"kl_cov_coef": 3.0},
+    "dppo with kl": {"surrogate": OBJECTIVES["dppo"], "divergence": "kl", "max_divergence": 0.01},
 }
 ROWS, WIDTH = 6, 5
 LENGTHS = torch.tensor([5, 3, 1, 4, 0, 2])  # one row without any trained token
@@ -291,6 +322,7 @@ COLUMNS = {
     "entropy": _noise(0.3, 1.5),
     "advantages": torch.tensor([[1.2], [-0.7], [0.4], [-1.5], [2.0], [-0.1]], dtype=torch.float64).expand(ROWS, WIDTH),
     "trained": _noise(1.0, 0.5) > 0,
+    "anchored": _noise(1.0, 0.0) > 0,
 }
 
 
@@ -329,7 +361,7 @@ def test_nan_off_the_mask_changes_nothing(options: dict[str, Any]):
     def run(planted: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         leaf = torch.where(MASK, NOW, planted).requires_grad_()
         columns = {
-            name: column | ~MASK if name == "trained" else torch.where(MASK, column, planted)
+            name: column | ~MASK if column.dtype == torch.bool else torch.where(MASK, column, planted)
             for name, column in COLUMNS.items()
         }
         loss, terms = loss_and_terms(objective, logps=leaf, mask=MASK, denominators=COUNTS, **columns)

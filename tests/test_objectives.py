@@ -33,7 +33,7 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": OBJECTIVES["sapo"],
     "gmpo": OBJECTIVES["gmpo"],
 }
-CONSTANT_WEIGHT = {"cispo", "vespo"}
+CONSTANT_WEIGHT = {"cispo", "vespo", "dppo"}
 """Their weight is not differentiated on purpose, so finite differences say nothing: tests/test_surrogates.py."""
 
 

@@ -157,6 +157,15 @@ OF_OBJECTIVES: dict[str, dict[str, Any]] = {
     # Shen et al. (2026), section 4.1: (2, 3) for A > 0 and (3, 2) for A < 0
     "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     "reinforce": {"loss_agg": "token_mean", "beta": 0.0},
+    # Qi et al. (2026), run_qwen30b_dppo.sh
+    "dppo_tv": {"divergence": "tv", "max_divergence": 0.15, "loss_agg": "constant"},
+    "dppo_kl": {"divergence": "kl", "max_divergence": 0.05, "loss_agg": "constant"},
+    # Cui et al. (2025), 7b_clip_cov.sh and 7b_kl_cov.sh
+    "clip_cov": {
+        **{"clip_eps": 1.0, "clip_eps_high": 1.0, "loss_agg": "token_mean"},
+        **{"clip_cov": 2e-4, "clip_cov_min": 1.0, "clip_cov_max": 5.0},
+    },
+    "kl_cov": {"clip_eps_high": math.inf, "loss_agg": "token_mean", "kl_cov": 2e-3, "kl_cov_coef": 1.0},
 }
 
 
@@ -280,6 +289,15 @@ def test_an_option_of_the_command_line_is_taken_as_it_stands() -> None:
 
 def test_a_method_that_there_is_not_is_told_the_nearest() -> None:
     assert refused("method=dap").endswith("Did you mean dapo?")
+
+
+def test_a_kl_in_the_reward_that_an_estimator_does_not_see_is_refused() -> None:
+    """GDPO normalises the components of the reward, and the KL is taken off their sum."""
+    refusal = refused("advantage=gdpo", "objective.kl_in=reward", "objective.beta=0.1", "objective.kl=k1")
+    assert refusal == (
+        "objective.kl_in=reward takes the KL off the total reward, which advantage=gdpo does not look at: set "
+        "objective.kl_in=loss."
+    )
 
 
 # ---- what trains

@@ -1,4 +1,4 @@
-"""Surrogates by hand, beyond PPO's clip (tests/test_objectives.py): two-sided clip, CISPO, SAPO, GMPO, VESPO."""
+"""Surrogates by hand, beyond PPO's clip (tests/test_objectives.py): two-sided clip, CISPO, SAPO, GMPO, VESPO, DPPO."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.objectives import Objective, call_surrogate, loss_and_terms
 from grpo_toolbox.ops import AGGREGATIONS, Denominators
 from grpo_toolbox.ratios import RATIO_LEVELS
-from grpo_toolbox.surrogates import OBJECTIVES, cispo, clipped, gmpo, sapo, vespo
+from grpo_toolbox.surrogates import cispo, clipped, dppo, gmpo, sapo, vespo
 
 Surrogate = Callable[..., tuple[Tensor, Tensor]]
 
@@ -204,6 +206,61 @@ def test_vespo_keeps_its_weight_finite():
         assert loss[0].tolist() == pytest.approx([phi] * 30, rel=1e-4)
 
 
+# ---- DPPO ------------------------------------------------------------------------------------------------------------
+
+# π_old → π, A; weight ρ; D_tv = |π − π_old| up to .15; D_kl = π_old·ln(π_old/π) + (1−π_old)·ln((1−π_old)/(1−π)) up to
+# .05. Only outward moves (up with A > 0, down with A < 0) are dropped; weights end at 20.
+#   .001 → .01  ρ = 10      D_tv .009   D_kl .001·ln .1 + .999·ln(.999/.99) = −.002303 + .009041 = .0067
+#   .99  → .8   ρ = .808081 D_tv .19    D_kl .99·ln 1.2375 + .01·ln .05 = .210962 − .029957 = .1810
+#   .5   → .7   ρ = 1.4     D_tv .2     D_kl .5·ln(5/7) + .5·ln(5/3) = −.168236 + .255413 = .0872
+#   .5   → .64  ρ = 1.28    D_tv .14    D_kl .5·ln .78125 + .5·ln(.5/.36) = −.123430 + .164252 = .0408
+#   .3   → .44  ρ = 22/15   D_tv .14    D_kl .3·ln(15/22) + .7·ln(1.25) = −.114898 + .156200 = .0413
+#   .05  → .19  ρ = 3.8     D_tv .14    D_kl .05·ln(5/19) + .95·ln(.95/.81) = −.066750 + .151446 = .0847
+#   .001 → .05  ρ = 50 → 20 D_tv .049   D_kl .001·ln .02 + .999·ln(.999/.95) = −.003912 + .050243 = .0463
+DPPO = [
+    (0.001, 0.01, 1.0, 10.0, 10.0),
+    (0.99, 0.8, -1.0, 0.0, 0.0),
+    (0.99, 0.8, 1.0, 0.808081, 0.808081),
+    (0.5, 0.7, 2.0, 0.0, 0.0),
+    (0.5, 0.7, -2.0, 1.4, 1.4),
+    (0.5, 0.64, 1.0, 1.28, 1.28),
+    (0.3, 0.44, 1.0, 1.466667, 1.466667),
+    (0.05, 0.19, 1.0, 3.8, 0.0),
+    (0.001, 0.05, 1.0, 20.0, 20.0),
+]
+
+
+@pytest.mark.parametrize(("old", "now", "advantage", "tv_weight", "kl_weight"), DPPO)
+def test_dppo_by_hand(old: float, now: float, advantage: float, tv_weight: float, kl_weight: float):
+    for surrogate, weight in ((dppo, tv_weight), (partial(dppo, divergence="kl", max_divergence=0.05), kl_weight)):
+        loss, gradient, is_clipped = _one(surrogate, now / old, advantage, math.log(now))
+        assert gradient == pytest.approx(-weight * advantage, abs=1e-6)
+        assert loss == pytest.approx(-weight * advantage * math.log(now), abs=1e-5)
+        assert is_clipped == (weight == 0 or now / old > 20)
+
+
+def test_dppo_lets_a_rare_token_grow_where_the_ratio_would_not():
+    # ρ = 10 is far outside PPO's range; ρ = .85 is inside it although a seventh of all probability has moved
+    assert _one(clipped, 10.0, 1.0, math.log(0.01))[1] == 0
+    assert _one(dppo, 10.0, 1.0, math.log(0.01))[1] == pytest.approx(-10)
+    assert _one(clipped, 0.84, -1.0, math.log(0.8316))[1] == pytest.approx(0.84)
+    assert _one(dppo, 0.84, -1.0, math.log(0.8316))[1] == 0
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_at_the_edges_is_finite(divergence: Any):
+    for now, old in ((0.0, -1.0), (0.0, 0.0), (-1.0, 0.0), (-200.0, 0.0), (0.0, -200.0), (-1e-9, -1e-9), (-3.0, 5.0)):
+        leaf = _row([now, now]).requires_grad_()
+        loss, _ = dppo(leaf, _row([old, old]), _row([1.0, -1.0]), divergence=divergence)
+        assert loss.isfinite().all()
+        assert torch.autograd.grad(loss.sum(), leaf)[0].isfinite().all()
+
+
+def test_dppo_refuses_a_divergence_that_there_is_not():
+    with pytest.raises(ConfigError, match=r"objective\.divergence='js' is not an option: kl, tv"):
+        dppo(_row([-1.0]), _row([-1.0]), _row([1.0]), divergence="js")  # type: ignore[arg-type]
+
+
 # ---- constants stay constant -----------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
@@ -212,12 +269,20 @@ NOW = OLD + torch.tensor([[0.5, 0.9, 1.1, 6.6], [0.6, 0.95, 1.4, 1.0]], dtype=to
 ADVANTAGES = torch.tensor([[1.3, -0.2, 0.4, 2.0], [-0.8, -0.6, -1.1, 0.0]], dtype=torch.float64)
 
 
+CONSTANT = {
+    "cispo": cispo,
+    "vespo": vespo,
+    "dppo": partial(dppo, max_divergence=2.0),  # nothing is dropped
+    "dppo_kl": partial(dppo, divergence="kl", max_divergence=99.0),
+}
+
+
 @pytest.mark.parametrize("level", RATIO_LEVELS)
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
-@pytest.mark.parametrize("name", ["cispo", "vespo"])
+@pytest.mark.parametrize("name", CONSTANT)
 def test_constant_weights_against_finite_differences(name: str, loss_agg: str, level: str):
     """With π_old moving along with π the ratio stays what it was: a difference quotient sees log π alone."""
-    objective = Objective(OBJECTIVES[name], loss_agg=loss_agg, ratio_level=level)
+    objective = Objective(CONSTANT[name], loss_agg=loss_agg, ratio_level=level)
 
     def loss(x: Tensor, old: Tensor) -> Tensor:
         counts = Denominators(3, 11, 8)
@@ -233,12 +298,12 @@ def test_constant_weights_against_finite_differences(name: str, loss_agg: str, l
     assert (gradient[MASK] != 0).all()
 
 
-@pytest.mark.parametrize("name", ["cispo", "vespo"])
+@pytest.mark.parametrize("name", CONSTANT)
 def test_constant_weights_on_policy_have_the_policy_gradient(name: str):
     # weight 1: ∂(−A·log π)/∂log π = −A, over N·|o| = 1·4
     leaf = NOW[:1].clone().requires_grad_()
     loss, _ = loss_and_terms(
-        Objective(OBJECTIVES[name]),
+        Objective(CONSTANT[name]),
         logps=leaf,
         advantages=ADVANTAGES[:1],
         mask=MASK[:1],

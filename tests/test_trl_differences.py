@@ -13,7 +13,7 @@ from grpo_toolbox.metrics import step_metrics
 from grpo_toolbox.models.experts import aux_loss, routing
 from grpo_toolbox.objectives import build_objective, loss_and_terms
 from grpo_toolbox.ops import Denominators
-from grpo_toolbox.ratios import entropy_threshold
+from grpo_toolbox.selection import entropy_threshold
 from grpo_toolbox.surrogates import cispo, clipped
 from grpo_toolbox.types import Prompt, Rollout, Scores
 

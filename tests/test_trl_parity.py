@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_toolbox.ratios import entropy_threshold
+from grpo_toolbox.selection import entropy_threshold
 
 pytest.importorskip("trl")
 

@@ -20,8 +20,8 @@ from grpo_toolbox.batch import Batch, collate, denominators
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.tiny import build_tiny
 from grpo_toolbox.objectives import build_objective, kl_penalty, loss_and_terms
-from grpo_toolbox.ratios import entropy_threshold
 from grpo_toolbox.rewards import combine, score_rollouts
+from grpo_toolbox.selection import entropy_threshold
 from grpo_toolbox.surrogates import OBJECTIVES
 from grpo_toolbox.types import Prompt, Rollout
 

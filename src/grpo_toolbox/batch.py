@@ -44,6 +44,8 @@ class Batch:
     """(B, T) what the critic is to learn; NaN where nothing."""
     trained: Tensor | None = None
     """(B, T) which of the masked tokens the surrogate trains; None is all of them."""
+    anchored: Tensor | None = None
+    """(B, T) which tokens are held near the policy that the update started from; None is none of them."""
 
     def __len__(self) -> int:
         return len(self.completions)

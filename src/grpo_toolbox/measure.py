@@ -94,10 +94,11 @@ def collated(run: Run, rollouts: Sequence[Rollout], advantages: Tensor) -> Batch
 def plain_objective(run: Run) -> Objective:
     """Return the run's objective without what depends on other runs of the policy or on the length limit.
 
-    Completions are cut shorter here than in the run; a quantile of entropies has ties that rounding breaks.
+    Completions are cut shorter here than in the run; which tokens are chosen hangs on roundings of half precision.
     """
     now = run.controlled_objective()
-    return replace(now, kl_target=None, entropy_target=None, top_entropy_quantile=1.0, mask_truncated=False)
+    whole = {"top_entropy_quantile": 1.0, "clip_cov": 0.0, "kl_cov": 0.0, "mask_truncated": False}
+    return replace(now, kl_target=None, entropy_target=None, **whole)  # type: ignore[arg-type]
 
 
 # ---- how it is looked at ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.ops import AGGREGATIONS, KL, Denominators, kl_is_bounded, log_ratio, masked, token_mean
 from grpo_toolbox.ratios import CORRECTIONS, RATIO_LEVELS, Correction, off_policy_rows
+from grpo_toolbox.selection import covariances, drawn_between, entropy_threshold, highest
 from grpo_toolbox.surrogates import OBJECTIVES, clipped, reinforce
 
 __all__ = ["OBJECTIVES", "Objective", "build_objective", "clipped", "loss_and_terms", "reinforce"]
@@ -63,6 +64,15 @@ class Objective:
     """Completions over which beta adapts."""
     top_entropy_quantile: float = 1.0
     """Train only this share of tokens, those of highest entropy (Wang et al., 2025); 1 trains all."""
+    clip_cov: float = 0.0
+    """Leave out this share of tokens, drawn from those whose covariance is high (Clip-Cov; Cui et al., 2025)."""
+    clip_cov_min: float = 1.0
+    clip_cov_max: float = 5.0
+    """Which covariances are high: (log π − mean)·(A − mean) of a token."""
+    kl_cov: float = 0.0
+    """Anchor this share of tokens, those of highest covariance, to π_old (KL-Cov; Cui et al., 2025)."""
+    kl_cov_coef: float = 1.0
+    """Weight of |log π − log π_old| on the anchored tokens."""
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss; their reward still counts in the group (DAPO)."""
 
@@ -74,7 +84,7 @@ class Objective:
             )
         if self.kl == "k2" and self.kl_unbiased:
             raise ConfigError("objective.kl_unbiased=true needs objective.kl=k1 or k3: k2 is no unbiased estimate.")
-        for key in ("beta", "entropy_coef"):
+        for key in ("beta", "entropy_coef", "kl_cov_coef"):
             value = getattr(self, key)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"objective.{key}={value} must be a finite number >= 0; 0 switches it off.")
@@ -90,6 +100,13 @@ class Objective:
             raise ConfigError("objective.kl_target needs objective.beta > 0 to start from.")
         if not 0 < self.top_entropy_quantile <= 1:
             raise ConfigError(f"objective.top_entropy_quantile={self.top_entropy_quantile} must be in (0, 1].")
+        for key in ("clip_cov", "kl_cov"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"objective.{key}={getattr(self, key)} must be in [0, 1]; 0 switches it off.")
+        if not self.clip_cov_min < self.clip_cov_max:
+            raise ConfigError(
+                f"objective.clip_cov_min={self.clip_cov_min} must be below clip_cov_max={self.clip_cov_max}."
+            )
         self.make_correction()  # its bounds are checked where it is made
 
     def _check_choices(self) -> None:
@@ -127,17 +144,19 @@ class Objective:
     def zero_advantage_is_zero_gradient(self) -> bool:
         """Whether rows of exactly zero advantage can be left out of the forward pass without changing the gradient.
 
-        Not where they have a KL or a bonus of their own, nor where their entropies decide what other rows train.
+        Not where they have a KL or a bonus of their own, nor where they decide what other rows train.
         """
         return (
-            not self.kl_in_loss
-            and self.entropy_coef == 0
-            and self.top_entropy_quantile == 1
-            and self.entropy_target is None
+            not self.kl_in_loss and self.entropy_coef == 0 and not self.chooses_tokens and self.entropy_target is None
         )
 
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the tokens of a step are looked at together before its first pass: `choose_tokens`."""
+        return self.top_entropy_quantile < 1 or self.clip_cov > 0 or self.kl_cov > 0
 
-_ABOVE = {"delta": 1, "ratio_cap": 0, "tau_pos": 0, "tau_neg": 0}
+
+_ABOVE = {"delta": 1, "ratio_cap": 0, "tau_pos": 0, "tau_neg": 0, "max_divergence": 0}
 """Options of surrogates that must be larger than this: at it good answers lose their gradient, or 0 is divided by."""
 
 
@@ -168,12 +187,13 @@ def loss_and_terms(
     ref_logps: Tensor | None = None,
     sampler_logps: Tensor | None = None,
     trained: Tensor | None = None,
+    anchored: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of these rows (a scalar) and detached per-token terms `(B, T)` for the log.
 
     Losses of micro-batches add up to the loss of the whole step, because `denominators` belong to the step.
     `old_logps=None` means on-policy: π_old = π, the ratio is 1 and only its gradient counts. `advantages` (B, 1|T).
-    `trained` (B, T) marks the tokens that `top_entropy_quantile` kept; KL and denominators still count all.
+    `trained` and `anchored` (B, T) mark the tokens that `choose_tokens` chose; KL and denominators still count all.
     """
     logps = masked(logps, mask)  # before any arithmetic: 0 · NaN in a backward pass would be NaN again
     old = logps.detach() if old_logps is None else masked(old_logps, mask)
@@ -188,6 +208,9 @@ def loss_and_terms(
         kl, terms["kl_bounded_fraction"] = _kl(objective, logps, ref_logps, mask)
         terms["kl"] = kl = kl * log_ratio(logps, old).exp() if objective.kl_unbiased else kl
         per_token = per_token + objective.beta * kl
+    if anchored is not None:
+        terms["kl_cov"] = gap = torch.where(anchored, log_ratio(logps, old).abs(), 0.0)
+        per_token = per_token + objective.kl_cov_coef * gap
     loss = AGGREGATIONS[objective.loss_agg](per_token, mask, denominators)
     if objective.entropy_coef:
         if entropy is None:
@@ -228,8 +251,25 @@ def _weights(
         if correction:
             weights["correction"] = correction(old, sampler, mask)
     if trained is not None:
-        weights["entropy_kept"] = trained.to(logps.dtype)
+        weights["tokens_kept"] = trained.to(logps.dtype)
     return weights
+
+
+def choose_tokens(
+    objective: Objective, seed: int, *, logps: Tensor, entropies: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return which of a step's N tokens the surrogate trains, and which are anchored to π_old.
+
+    Everything flat (N,), in the order of the step's rows. `seed` is the step's own, for what is drawn.
+    """
+    trained = torch.ones_like(logps, dtype=torch.bool)
+    if objective.top_entropy_quantile < 1 and len(entropies):
+        trained &= entropies >= entropy_threshold(entropies, objective.top_entropy_quantile)
+    values = covariances(logps, advantages)
+    if objective.clip_cov:
+        low, high = objective.clip_cov_min, objective.clip_cov_max
+        trained &= ~drawn_between(values, low, high, objective.clip_cov, seed)
+    return trained, highest(values, objective.kl_cov) if objective.kl_cov else None
 
 
 def _kl(objective: Objective, logps: Tensor, ref_logps: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Everything here takes and returns `(B, T)` tensors; rows of sequence-level value
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,12 +98,3 @@ def off_policy_rows(logps: Tensor, sampler_logps: Tensor, advantages: Tensor, ma
     """
     drift = masked_row_mean(sampler_logps - logps.detach(), mask)  # (B, 1)
     return ((advantages >= 0) | (drift <= threshold)).expand_as(logps).to(logps.dtype)
-
-
-def entropy_threshold(entropies: Tensor, share: float) -> Tensor:
-    """Return the entropy from which on a token is among the `share` of highest entropy (Wang et al., 2025).
-
-    `entropies` (N,) of all tokens of the step, N >= 1. The same tokens as at or above TRL's interpolated quantile.
-    """
-    place = math.ceil((1 - share) * (len(entropies) - 1) - 1e-9)  # 1e-9: (1 − .7)·10 is 3.0000000000000004
-    return entropies.sort().values[place]

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from grpo_toolbox.errors import unknown_option
 from grpo_toolbox.ops import log_ratio, masked, masked_row_mean
+
+Divergence = Literal["tv", "kl"]
 
 _LOG_FLOOR = math.log(1e-8)
 
@@ -127,6 +131,43 @@ def vespo(
     return -phi * advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
 
 
+def dppo(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: Divergence = "tv",
+    max_divergence: float = 0.15,
+    ratio_cap: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """Return −sg(min(ρ, cap))·A·log π, and 0 where A pushes a token on that is too far already (DPPO; Qi et al., 2026).
+
+    Too far is D > `max_divergence` with ρ > 1 and A > 0, or ρ < 1 and A < 0. D compares the token and all others as two
+    outcomes: |π − π_old| (`tv`), or π_old·log(π_old/π) + (1 − π_old)·log((1 − π_old)/(1 − π)) (`kl`). A ratio alone
+    holds rare tokens back and lets likely ones go: .001 → .01 is ρ = 10 and D = .009, .99 → .8 is ρ = .81 and D = .19.
+    """
+    if divergence not in _DIVERGENCES:
+        raise unknown_option("objective.divergence", divergence, _DIVERGENCES)
+    now, old = logps.detach(), old_logps.detach().clamp(max=0.0)  # a row's ratio may ask for more than certainty
+    outward = torch.where(advantages > 0, now > old, (advantages < 0) & (now < old))
+    dropped = outward & (_DIVERGENCES[divergence](now, old) > max_divergence)
+    ratio = log_ratio(logps, old_logps).exp().detach()
+    loss = -ratio.clamp(max=ratio_cap) * advantages * logps
+    return torch.where(dropped, 0.0, loss), dropped | (ratio > ratio_cap)
+
+
+def _binary_tv(logps: Tensor, old_logps: Tensor) -> Tensor:
+    return (logps.exp() - old_logps.exp()).abs()
+
+
+def _binary_kl(logps: Tensor, old_logps: Tensor) -> Tensor:
+    others, old_others = (-torch.expm1(one).clamp(max=-1e-8) for one in (logps, old_logps))
+    return old_logps.exp() * (old_logps - logps) + old_others * (old_others / others).log()
+
+
+_DIVERGENCES = {"tv": _binary_tv, "kl": _binary_kl}
+
+
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_tensor(yes), like.new_tensor(no))
 
@@ -138,4 +179,5 @@ OBJECTIVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "sapo": sapo,
     "gmpo": gmpo,
     "vespo": vespo,
+    "dppo": dppo,
 }

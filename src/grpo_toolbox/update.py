@@ -19,8 +19,7 @@ from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
-from grpo_toolbox.objectives import kl_penalty, loss_and_terms, mismatch
-from grpo_toolbox.ratios import entropy_threshold
+from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms, mismatch
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Rollout
 
@@ -43,7 +42,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     objective = run.controlled_objective()
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
     rows = _trained_rows(run, batch)
-    micros = _top_entropy(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)])
+    micros = _with_choice(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)], number)
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
@@ -66,6 +65,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 ref_logps=micro.ref_logps,
                 sampler_logps=micro.sampler_logps,
                 trained=micro.trained,
+                anchored=micro.anchored,
             )
             loss = loss + balance.loss()
             loss.backward()
@@ -156,19 +156,25 @@ def _with_reference(run: Run, micro: Batch, always: bool = False) -> Batch:
 
 
 @torch.no_grad()
-def _top_entropy(run: Run, micros: list[Batch]) -> list[Batch]:
-    """Mark the tokens above the step's entropy quantile: one threshold for all micro-batches, hence a pass before."""
-    share = run.objective.top_entropy_quantile
-    if share >= 1 or not micros:
+def _with_choice(run: Run, micros: list[Batch], number: int) -> list[Batch]:
+    """Mark which tokens are trained, and which anchored, where the objective chooses: a pass over the step before."""
+    if not run.objective.chooses_tokens or not micros:
         return micros
-    entropies = [policy_logps(run, micro)[1] for micro in micros]
-    everywhere = torch.cat([entropy[micro.mask] for entropy, micro in zip(entropies, micros, strict=True)])
-    if not len(everywhere):
-        return micros
-    threshold = entropy_threshold(everywhere, share)
+    seen = [(micro.mask, *policy_logps(run, micro), micro.advantages.expand(micro.mask.shape)) for micro in micros]
+    logps, entropies, advantages = (torch.cat([one[index][one[0]] for one in seen]) for index in (1, 2, 3))
+    seed = run.sampling.seed * 1_000_003 + number
+    chosen = choose_tokens(run.objective, seed, logps=logps, entropies=entropies, advantages=advantages)
+    columns = zip(micros, *(_per_micro(marks, micros) for marks in chosen), strict=True)
+    return [replace(micro, trained=trained, anchored=anchored) for micro, trained, anchored in columns]
+
+
+def _per_micro(flat: Tensor | None, micros: Sequence[Batch]) -> list[Tensor | None]:
+    """Deal marks of all of a step's tokens (N,) out to the micro-batches they came from, each (B, T)."""
+    if flat is None:
+        return [None] * len(micros)
+    parts = flat.split([int(micro.mask.sum()) for micro in micros])
     return [
-        replace(micro, trained=(entropy >= threshold) & micro.mask)
-        for entropy, micro in zip(entropies, micros, strict=True)
+        torch.zeros_like(micro.mask).masked_scatter(micro.mask, part) for micro, part in zip(micros, parts, strict=True)
     ]
 
 
