@@ -189,15 +189,41 @@ def estimate(
     """Call an estimator with the rewards (P, G) and what else it names: `components`, `weights`, `penalty`, `values`.
 
     `penalty` (P, G, T) is beta · KL per token where the KL is in the reward; an estimator that does not name it gets
-    rewards less the penalty of the whole completion. `values` (P, G, T) are a critic's.
+    rewards less the penalty of the whole completion. What the scores pay at single tokens is taken off the rewards and
+    off the penalty: r_t = token_reward_t − penalty_t. `values` (P, G, T) are a critic's.
     """
     names = inspect.signature(advantage).parameters
-    offered = {"components": scores.components, "weights": torch.tensor(scores.weights), "penalty": penalty}
-    offered["values"] = values
+    offered = {"components": scores.components, "weights": torch.tensor(scores.weights), "values": values}
     rewards = scores.total
+    if scores.token_rewards is not None:
+        rewards = (rewards.double() - scores.token_rewards.double().nansum(dim=-1)).to(rewards.dtype)
+        penalty = (0.0 if penalty is None else penalty) - scores.token_rewards
     if penalty is not None and "penalty" not in names:
         rewards = rewards - penalty.nansum(dim=-1)
-    return advantage(rewards, **{name: value for name, value in offered.items() if name in names})
+    offered["penalty"] = penalty
+    found = advantage(rewards, **{name: value for name, value in offered.items() if name in names})
+    if scores.token_rewards is not None and found.ndim == 2:
+        raise unpaid_tokens(advantage)
+    return found
+
+
+def pays_per_token(advantage: Callable[..., Tensor]) -> bool:
+    """Tell whether an estimator takes rewards of single tokens (as a `penalty` below zero) and keeps them apart."""
+    zeros = torch.zeros(2, 2, 2)
+    column = Scores(("r",), (1.0,), zeros[..., :1], zeros[..., 0], token_rewards=zeros)
+    try:
+        return estimate(advantage, column, values=zeros if needs_values(advantage) else None).ndim == 3
+    except ConfigError:
+        return False
+
+
+def unpaid_tokens(advantage: Callable[..., Tensor]) -> ConfigError:
+    """Build the error for a reward that pays per token beside an estimator that knows whole completions alone."""
+    name = getattr(getattr(advantage, "func", advantage), "__name__", "it")
+    return ConfigError(
+        f"a reward pays single tokens, and advantage={name} has one number per completion: set advantage=reinforce_pp,"
+        " gae or one of yours that is per token, or reward.aggregate=min for one number."
+    )
 
 
 def needs_values(advantage: Callable[..., Tensor]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_toolbox.advantages import estimate, value_targets
 from grpo_toolbox.batch import Batch, collate
@@ -101,7 +101,7 @@ def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Roll
         rollouts += drawn
         parts.append(scores)
         checks.append(checked)
-    whole = _joined(parts)
+    whole = _joined(parts, [len(one.ids) for one in rollouts])
     metrics = run.reward.moving_weights(state)
     run.reward.observe(whole.components.flatten(0, 1).T.tolist())
     return rollouts, whole, metrics | (run.divergence.observe(checks) if run.divergence else {})
@@ -216,10 +216,11 @@ def _groups_of(scores: Scores, groups: Sequence[int]) -> Scores:
         components=scores.components[index],
         total=scores.total[index],
         extras={name: [values[row] for row in rows] for name, values in scores.extras.items()},
+        token_rewards=None if scores.token_rewards is None else scores.token_rewards[index],
     )
 
 
-def _joined(parts: Sequence[Scores]) -> Scores:
+def _joined(parts: Sequence[Scores], lengths: Sequence[int]) -> Scores:
     if len(parts) == 1:
         return parts[0]
     rows = [part.total.numel() for part in parts]
@@ -235,7 +236,19 @@ def _joined(parts: Sequence[Scores]) -> Scores:
             for name in names
         },
         metrics=joined_metrics([part.metrics for part in parts], rows),
+        token_rewards=_joined_tokens(parts, lengths),
     )
+
+
+def _joined_tokens(parts: Sequence[Scores], lengths: Sequence[int]) -> Tensor | None:
+    """Put token rewards of different T together, (P, G, T): NaN off the completions, 0 where a part has none."""
+    if all(part.token_rewards is None for part in parts):
+        return None
+    width, group_size = max(lengths), parts[0].total.shape[1]
+    columns = [torch.zeros(*one.total.shape, 1) if one.token_rewards is None else one.token_rewards for one in parts]
+    paid = torch.cat([nn.functional.pad(one.nan_to_num(0.0), (0, width - one.shape[-1])) for one in columns])
+    on = torch.arange(width) < torch.tensor(lengths).reshape(-1, group_size, 1)
+    return torch.where(on, paid, torch.nan)
 
 
 # ---- the checkpoint's form of what is pending ------------------------------------------------------------------------

@@ -87,6 +87,9 @@ class Scores:
     """Extra columns a reward logged, one value per row (B), None where it had nothing to say."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Scalars a reward logged (`invalid_format_rate`, reward errors, ...)."""
+    token_rewards: Tensor | None = None
+    """(P, G, T) the part of `total` that is earned at single tokens, weighted; NaN off the completion. None where no
+    reward pays per token."""
 
 
 @dataclass(frozen=True)

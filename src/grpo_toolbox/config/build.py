@@ -17,7 +17,7 @@ from grpo_toolbox.advantages import ADVANTAGES, needs_values
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint, seed_rng
 from grpo_toolbox.config.inputs import Inputs, fitting_reward, prompts_per_generation
 from grpo_toolbox.config.options import bind, resolve
-from grpo_toolbox.config.probe import check_estimator, check_surrogate
+from grpo_toolbox.config.probe import check_credit, check_estimator, check_penalty, check_surrogate
 from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.critic import Critic, CriticSettings
@@ -122,6 +122,8 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     objective = _named("objective", config.objective, _objective)
     check_estimator(advantage, config.rollout.group_size)
     check_surrogate(objective)
+    if objective.needs_reference and objective.kl_in == "reward":
+        check_penalty(advantage, config.rollout.group_size)
     if objective.needs_reference and config.trainer.reference_every:
         check_mix(config.trainer.reference_mix, adapted=config.model.lora.r > 0)
     model_config = load_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -146,6 +148,7 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
         shuffle=config.data.shuffle,
     )
     reward = inputs.reward or fitting_reward(config, inputs.rows)
+    check_credit(advantage, reward)
     return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream, router_aux_coef)
 
 

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from grpo_toolbox.advantages import needs_values
+from grpo_toolbox.advantages import estimate, needs_values, pays_per_token, unpaid_tokens
 from grpo_toolbox.errors import ConfigError, ToolboxError
 from grpo_toolbox.objectives import Objective, call_surrogate
+from grpo_toolbox.rewards import Reward
+from grpo_toolbox.rewards.signatures import unwrapped
+from grpo_toolbox.types import Scores
 
 
 def check_estimator(advantage: Callable[..., Tensor], group_size: int) -> None:
@@ -22,6 +25,29 @@ def check_estimator(advantage: Callable[..., Tensor], group_size: int) -> None:
         raise ConfigError(
             f"the advantage function returned {getattr(result, 'shape', type(result).__name__)} for rewards of shape "
             f"{tuple(probe.shape)}: it must return finite advantages of shape (P, G) or (P, G, T)."
+        )
+
+
+def check_credit(advantage: Callable[..., Tensor], reward: Reward) -> None:
+    """Refuse a reward that is known to pay single tokens where the estimator has one number per completion."""
+    paying = [one for one in reward.components if getattr(unwrapped(one.function), "pays_per_token", False)]
+    if paying and not pays_per_token(advantage):
+        raise unpaid_tokens(advantage)
+
+
+def check_penalty(advantage: Callable[..., Tensor], group_size: int) -> None:
+    """Refuse an estimator that a KL in the reward does not reach: it would be logged and never learnt from."""
+    rewards = torch.arange(2.0 * group_size).reshape(2, group_size)
+    scores = Scores(("probe",), (1.0,), rewards.unsqueeze(-1), rewards)
+    penalty = torch.arange(6.0 * group_size).reshape(2, group_size, 3).square()
+    values = torch.zeros_like(penalty) if needs_values(advantage) else None
+    with _probing("advantage"):
+        plain, penalised = (estimate(advantage, scores, part, values) for part in (None, penalty))
+    if torch.equal(plain, penalised):
+        name = getattr(getattr(advantage, "func", advantage), "__name__", "it")
+        raise ConfigError(
+            f"objective.kl_in=reward takes the KL off the total reward, which advantage={name} does not look at: set "
+            "objective.kl_in=loss."
         )
 
 

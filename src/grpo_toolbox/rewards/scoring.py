@@ -15,6 +15,7 @@ from grpo_toolbox.rewards.calling import Batch, Rows
 from grpo_toolbox.rewards.contract import TOTAL, Component, Reward, TrainerState
 from grpo_toolbox.rewards.outcomes import Kind, Outcome
 from grpo_toolbox.rewards.signatures import CONTRACT
+from grpo_toolbox.rewards.token_rewards import COLUMN, token_rewards
 from grpo_toolbox.types import Rollout, Scores
 
 log = logging.getLogger(__name__)
@@ -144,14 +145,26 @@ def _scores(reward: Reward, rows: Rows, outcomes: Sequence[Outcome], group_size:
         metrics |= _outcome_metrics(component, outcome)
     metrics["reward_errors"] = float(sum(len(outcome.failures) for outcome in outcomes))
     metrics["unscored_rows"] = float(unscored)
+    parts = zip(reward.components, outcomes, strict=True)
+    paid = token_rewards(
+        [(component.name, component.weight, outcome) for component, outcome in parts],
+        [len(ids) for ids in rows.inputs["completion_ids"]],
+        rows.place,
+    )
     return Scores(
         names=tuple(component.name for component in reward.components),
         weights=tuple(component.weight for component in reward.components),
         components=torch.tensor([_numbers(row) for row in scores]).reshape(*shape, len(reward.components)),
         total=torch.tensor(_numbers(totals)).reshape(shape),
-        extras=reward.extras(outcomes),
+        extras={name: column for name, column in reward.extras(outcomes).items() if paid is None or not _paid(name)},
         metrics=metrics,
+        token_rewards=None if paid is None else paid.reshape(*shape, -1),
     )
+
+
+def _paid(column: str) -> bool:
+    """Whether an extra column is what was paid per token: too large to be shown beside the others."""
+    return column.rpartition("/")[2] == COLUMN
 
 
 def _outcome_metrics(component: Component, outcome: Outcome) -> dict[str, float]:
