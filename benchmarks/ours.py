@@ -34,6 +34,11 @@ class Recorder(Callback):
         self._run, self._stages, self._device = run, stages, device
         self.steps: list[dict[str, Any]] = []
         self.lengths: list[int] = []
+        self._cpu = 0.0
+
+    def on_start(self, info: RunInfo) -> None:
+        """Start the clock of the processor's seconds."""
+        self._cpu = time.process_time()
 
     def on_step(self, step: Step) -> None:
         """Take the step's times; they were measured before any callback."""
@@ -43,6 +48,7 @@ class Recorder(Callback):
         self.steps.append(
             {
                 "seconds": step.metrics["time/step"],
+                "cpu_seconds": time.process_time() - self._cpu,
                 "stages": stages,
                 "peak_gib": peak_gib(self._device),
                 "trained_rows": int(step.metrics["rows_trained"]),
@@ -52,6 +58,7 @@ class Recorder(Callback):
             }
         )
         self._run.saved = self._run.finished
+        self._cpu = time.process_time()
 
 
 def measure_steps(job: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
 from forcing import EndRows
 from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib, resident_gib
+from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from weights import plain_model, warm_up
@@ -30,7 +32,7 @@ class Recorder(TrainerCallback):
 
     def __init__(self, stages: Stages, device: str) -> None:
         self._stages, self._device = stages, device
-        self._started = 0.0
+        self._started = self._cpu = 0.0
         self.steps: list[dict[str, Any]] = []
         self.lengths: list[int] = []
 
@@ -38,7 +40,7 @@ class Recorder(TrainerCallback):
         """Start the step's clock."""
         self._stages.taken()
         _finish(self._device)
-        self._started = time.perf_counter()
+        self._started, self._cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Take the step's times."""
@@ -46,6 +48,7 @@ class Recorder(TrainerCallback):
         self.steps.append(
             {
                 "seconds": time.perf_counter() - self._started,
+                "cpu_seconds": time.process_time() - self._cpu,
                 "stages": self._stages.taken(),
                 "peak_gib": peak_gib(self._device),
                 "completion_tokens": sum(self.lengths),
@@ -68,6 +71,8 @@ def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
         warm_up(trainer.model, device)
         count_backward(stages)
         _count(trainer, load, stages)
+        if not job.get("generate", True):
+            trainer.model.generate = partial(_random_completions, load)
         loaded = resident_gib()
         trainer.train()
     if sorted(recorder.lengths) != sorted(load.lengths()):
@@ -138,6 +143,12 @@ def _count(trainer: GRPOTrainer, load: Workload, stages: Stages) -> None:
         return optimizer
 
     trainer.create_optimizer = create_optimizer
+
+
+def _random_completions(load: Workload, input_ids: Tensor, **_: Any) -> Tensor:
+    """Stand for `generate` where only training is looked at."""
+    drawn = torch.randint(1000, 40000, (len(input_ids), load.max_new_tokens), device=input_ids.device)
+    return torch.cat([input_ids, drawn], dim=1)
 
 
 def measure_generate(job: dict[str, Any]) -> dict[str, Any]:
