@@ -102,6 +102,25 @@ def test_a_second_backward_pass_gives_the_same_gradient(kept, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("kept", [0, 2**20], ids=["computed again", "kept"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_large_head_goes_another_way_to_the_same_gradients(kept, frozen, monkeypatch):
+    """400 words × 256 are enough for oneDNN's products."""
+    monkeypatch.setattr(ops, "KEPT_PROBABILITIES", kept)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 256, generator=generator).requires_grad_()
+    weight = (0.1 * torch.randn(400, 256, generator=generator)).requires_grad_(not frozen)
+    labels = torch.arange(20)
+    leaves = [hidden] if frozen else [hidden, weight]
+    ours = head_logps_and_entropy(hidden, weight, labels, 0.7, 8)
+    plain = logps_and_entropy(hidden @ weight.T, labels, 0.7)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
+    for pick in (lambda both: both[0].sum(), lambda both: both[0].sum() + both[1].sum()):
+        found = torch.autograd.grad(pick(ours), leaves, retain_graph=True)
+        expected = torch.autograd.grad(pick(plain), leaves, retain_graph=True)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_head_gradient_of_logps_alone_and_of_entropy_alone():
     hidden, weight, labels = _head(7)
     for pick in (0, 1):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_toolbox.onednn import multiply, suits
+
 MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before `exp`: e^20 ≈ 5e8 is far outside any trust region and still finite in float32."""
 MAX_KL_LOG_RATIO = 10.0
@@ -67,7 +69,7 @@ class _HeadLogps(torch.autograd.Function):
             entropy[part] = (log_total - torch.linalg.vecdot(probs, shifted).unsqueeze(1) / total).squeeze(1)
             normalisers[part] = (peak + log_total).squeeze(1)
             if expected is not None:
-                torch.mm(probs.div_(total), weight, out=expected[part])
+                expected[part] = _product(probs.div_(total), weight.T)
             room -= probs.nbytes
             if room >= 0:  # once one does not fit, no smaller last one is kept either: backward counts from the first
                 kept.append(probs.div_(total))
@@ -99,7 +101,7 @@ class _HeadLogps(torch.autograd.Function):
                 log_probs = probs.log().clamp_(min=torch.finfo(probs.dtype).min)  # p·log p is 0 where p is
                 grad -= probs * (log_probs + entropy[part, None]) * grad_entropy[part, None]
             down = grad.div_(ctx.temperature).to(hidden.dtype)
-            torch.mm(down, weight, out=grad_hidden[part])
+            grad_hidden[part] = _product(down, weight.T)
             if grad_weight is not None:
                 _add_product(grad_weight, down.T, hidden[part])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
@@ -116,9 +118,16 @@ def _like(values: Tensor, buffer: Tensor | None) -> Tensor:
     return buffer[: len(values)]
 
 
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x·Wᵀ."""
+    return multiply(x, weight) if x.dtype == torch.float32 and suits(weight) else x @ weight.T
+
+
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor | None) -> Tensor:
     """Return hidden·Wᵀ/τ (c, V), rounded to the precision of `hidden`, in float32 or better, in `buffer` if it fits."""
-    if hidden.dtype in (torch.float32, torch.float64):
+    if hidden.dtype == torch.float32 and suits(weight):
+        logits = multiply(hidden, weight)
+    elif hidden.dtype in (torch.float32, torch.float64):
         if buffer is None or len(buffer) < len(hidden):
             buffer = hidden.new_empty(len(hidden), len(weight))
         logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])

@@ -8,6 +8,7 @@ rows leave the batch and waiting prompts take their place. Models that do not ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from grpo_toolbox.engines.cache import KeyValues, PromptPass
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import layout_attention
 from grpo_toolbox.models.forward import autocast, decoder, eval_mode, plain_model
+from grpo_toolbox.models.linear import fast_linear, packed_linear
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 _PREFILL_TOKENS = 4096
 """Tokens of one prefill pass, so that its memory does not grow with the number of prompts."""
 _WORTH_MOVING = 0.85
 """Finished rows leave once no more than this share goes on: moving the cache costs about as much as a few idle rows."""
+_WORTH_PACKING = 16
+"""Tokens per completion from which on blocked copies of the weights gain more time than they cost."""
 _WORTH_ENTERING = 1 / 8
 """Waiting prompts enter once this share of the batch is free: their prefill passes are then not too small."""
 
@@ -64,7 +68,12 @@ class LocalEngine:
         rollouts: dict[int, Rollout] = {}
         device = next(self._model.parameters()).device
         # in the precision of the training forward, or the two would disagree about log-probs
-        with eval_mode(self._model), torch.inference_mode(), autocast(device, self._autocast_dtype):
+        with (
+            eval_mode(self._model),
+            torch.inference_mode(),
+            autocast(device, self._autocast_dtype),
+            self._linears(len(prompts) * group_size, sampling.max_new_tokens),
+        ):
             decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
             while decoding.fill(self._max_rows):
                 for row in decoding.draw():
@@ -74,6 +83,11 @@ class LocalEngine:
                         on_finished(row, rollouts[row])
                 decoding.forward(self._max_rows)
         return [rollouts[row] for row in range(len(prompts) * group_size)]
+
+    def _linears(self, rows: int, tokens: int) -> AbstractContextManager[None]:
+        if tokens < _WORTH_PACKING:
+            return fast_linear(self._model)
+        return packed_linear(self._model, min(rows, self._max_rows))
 
     def sync(self) -> int:
         """The weights are shared, so nothing has to move; count the version."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from grpo_toolbox.batch import Batch
 from grpo_toolbox.models.attention import Layout, layout_attention, packed_layout
 from grpo_toolbox.models.head import Float32Head
+from grpo_toolbox.models.linear import fast_linear
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
 
 FLOAT32_ROUNDING = 1e-3
@@ -76,7 +77,7 @@ def _packed_hidden(model: Any, batch: Batch) -> Tensor:
     for group, length in zip(batch.group, lengths, strict=True):
         positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
     layout = _layout(prompt_lengths, lengths, list(batch.group), device)
-    with layout_attention(model):
+    with layout_attention(model), fast_linear(model):
         hidden = decoder(model)(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),

@@ -1,0 +1,104 @@
+"""oneDNN's products are torch's, gradients too; modules are themselves again afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from grpo_toolbox.models.linear import fast_linear, packed_linear
+from grpo_toolbox.onednn import blocked, multiply, suits, works
+
+pytestmark = pytest.mark.skipif(not works(), reason="torch was built without oneDNN's operators")
+
+
+def layer(inputs: int = 300, outputs: int = 260, bias: bool = True) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(inputs + outputs)
+        return nn.Linear(inputs, outputs, bias=bias)
+
+
+def states(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("packed_for", [1, 64])
+def test_a_blocked_weight_serves_any_number_of_rows(rows, packed_for):
+    """K = 300: sums of 300 products of size 1/17 in two orders differ by some 1e-6."""
+    module, x = layer(), states(rows, 300)
+    exact = x.double() @ module.weight.double().T
+    for weight in (module.weight, blocked(module.weight, packed_for)):
+        torch.testing.assert_close(multiply(x, weight).double(), exact, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 300), (1, 7, 300), (2, 3, 300)])
+def test_gradients_are_those_of_the_plain_layer(bias, shape):
+    module, x = layer(bias=bias), states(*shape)
+
+    def gradients(block: Any) -> tuple[Tensor, ...]:
+        leaf = x.clone().requires_grad_()
+        with block:
+            output = module(leaf)
+        return output, *torch.autograd.grad(output.square().sum(), (leaf, *module.parameters()))
+
+    with torch.random.fork_rng():
+        plain = gradients(torch.enable_grad())
+    for ours, theirs in zip(gradients(fast_linear(module)), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def test_gradients_of_inputs_that_are_views():
+    """A transposed input and a gradient that is expanded, as attention and sums hand them over."""
+    module = layer()
+    x = states(300, 9).T.requires_grad_()
+    with fast_linear(module):
+        (ours,) = torch.autograd.grad(module(x).sum(), x)
+    torch.testing.assert_close(ours, module.weight.sum(0).expand(9, -1), atol=1e-5, rtol=0)
+
+
+def test_a_frozen_layer_passes_the_gradient_on_and_gets_none():
+    module, x = layer().requires_grad_(False), states(4, 300).requires_grad_()
+    with fast_linear(module):
+        module(x).sum().backward()
+    assert x.grad is not None
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("block", [fast_linear, lambda model: packed_linear(model, 8)])
+def test_only_large_plain_float32_layers_are_changed_and_only_inside(block):
+    class Special(nn.Linear):
+        """Somebody's own layer."""
+
+    large, small, half, special, hooked = layer(), layer(10, 10), layer().bfloat16(), Special(300, 260), layer()
+    hooked.forward = lambda x: linear(x, hooked.weight) * 2  # type: ignore[method-assign]
+    own = vars(hooked)["forward"]
+    model = nn.ModuleList([large, small, half, special, hooked])
+    with block(model):
+        assert ["forward" in vars(module) for module in model] == [True, False, False, False, True]
+        assert vars(hooked)["forward"] is own
+    assert ["forward" in vars(module) for module in model] == [False, False, False, False, True]
+    with pytest.raises(KeyError), block(model):
+        raise KeyError
+    assert "forward" not in vars(large)
+
+
+def test_autocast_and_other_precisions_take_the_plain_way():
+    module, x = layer(), states(4, 300)
+    with fast_linear(module), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x).dtype == torch.bfloat16
+    assert not suits(layer().double().weight)
+    assert not suits(layer(10, 10).weight)
+
+
+def test_a_packed_layer_keeps_the_weights_it_was_packed_with():
+    """Hence: only while nothing changes them."""
+    module, x = layer(bias=False), states(4, 300)
+    before = module(x).detach()
+    with torch.no_grad(), packed_linear(module, 4):
+        module.weight.add_(1)
+        torch.testing.assert_close(module(x), before, atol=1e-5, rtol=0)
