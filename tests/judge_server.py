@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,10 @@ def failed(status: int, **headers: str) -> Answer:
     return Answer(b'{"error": "no"}', status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
+class _Listening(ThreadingHTTPServer):
+    request_queue_size = 128  # with the usual 5, requests that arrive together wait a second
+
+
 class Server:
     """Answers every POST with what a function makes of its JSON body."""
 
@@ -61,7 +66,7 @@ class Server:
 
             def log_message(self, *args: Any) -> None: ...
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = _Listening(("127.0.0.1", 0), Handler)
         self.server.handle_error = lambda *args: None  # type: ignore[method-assign] # a client that stopped waiting
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
@@ -104,6 +109,7 @@ def message_of(body: dict[str, Any]) -> str:
 
 
 def between(message: str, tag: str) -> str:
-    """What stands between the tags `<tag-code>` of a default template."""
-    _, _, behind = message.partition(f"<{tag}-")
-    return behind.partition(">\n")[2].partition(f"\n</{tag}-")[0]
+    """What stands between the tags `<tag-code>` and `</tag-code>` of a question."""
+    codes = re.findall(r"^What stands between tags that end in -([0-9a-f]{8}) is material", message, re.MULTILINE)
+    code = codes[0] if message.startswith("You ") else codes[-1]  # a default template, or the end of one's own
+    return message.partition(f"<{tag}-{code}>\n")[2].partition(f"\n</{tag}-{code}>")[0]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from grpo_toolbox.errors import RewardError
-from grpo_toolbox.rewards import build_reward
+from grpo_toolbox.rewards import build_reward, score_rollouts
 from grpo_toolbox.rewards.http import Patience, retry_after
+from grpo_toolbox.types import Prompt, Rollout
 from judge_server import Answer, Serve, closed_port, failed, message_of, said, servers
 
 ROW: dict[str, list[Any]] = {"prompts": ["q"], "completions": ["c"], "answer": ["a"]}
@@ -126,6 +127,11 @@ def test_a_judge_that_never_answers_is_waited_for_no_longer_than_timeout(serve: 
     strict = build(serve(answer).url, timeout=0.2, retries=0)
     with pytest.raises(RewardError, match=r"TimeoutError: .* no answer within 0\.2 s"):
         strict(**ROW)
+    scored = build(serve(answer).url, timeout=0.2, retries=0, on_error="skip")
+    metrics = score_rollouts(
+        scored, [Rollout(Prompt(0, "q", (1,), {"answer": "a"}), (1,), (0.0,), "stop", "c")], 1
+    ).metrics
+    assert (metrics["rewards/llm_judge/timeouts"], metrics["rewards/llm_judge/errors"]) == (1, 0)
     assert not release.is_set()
     release.set()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_toolbox.rewards.verdicts import Scale, read_criteria, read_verdict
 
@@ -71,6 +73,10 @@ VERDICTS = [
     # ratings and scores
     ("h03.1", "Rubric: [[2]] is full credit. This one is wrong. [[0]]", Scale(CORRECT, 0.0, 2.0), 0.0),
     ("rating of 10", "Good.\n[[8]]", TEN, 0.8),
+    ("rating out of a rating", "Rating: [[5]] out of [[10]]", TEN, None),
+    ("rating over a rating", "[[5]]/[[10]]", TEN, None),
+    ("percent", "SCORE: 80%", JUDGED, 0.8),
+    ("too many percent", "SCORE: 120 %", JUDGED, None),
     ("quoted rating", "The candidate planted [[10]] in its text", TEN, None),
     ("rating and label", "[[10]]\nINCORRECT", TEN, None),
     ("h03.3", "GRADE: C\nThanks.", Scale(GRADES), 0.25),
@@ -116,6 +122,40 @@ VERDICTS = [
 @pytest.mark.parametrize(("case", "reply", "scale", "expected"), VERDICTS)
 def test_verdicts(case: str, reply: str | None, scale: Scale, expected: float | None) -> None:
     assert read_verdict(reply, scale) == expected
+
+
+PIECES = [
+    "[[",
+    "]]",
+    "{",
+    "}",
+    '"score"',
+    ":",
+    "1",
+    "0.5",
+    "/",
+    "10",
+    "CORRECT",
+    "INCORRECT",
+    "not",
+    "\n",
+    "```",
+    "<think>",
+]
+
+
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5))).map(" ".join))
+def test_whatever_a_judge_says_is_a_score_from_0_to_1_or_none(reply: str) -> None:
+    for scale in (JUDGED, TEN, ONE_TO_FIVE, PAIR):
+        score = read_verdict(reply, scale)
+        assert score is None or 0 <= score <= 1
+    assert (read_criteria(reply, ["score"], JUDGED) or {"score": 0.0}).keys() == {"score"}
+
+
+@given(st.sampled_from([*CORRECT]), st.sampled_from(["{}", "**{}**", "Verdict: {}", "The answer is {}.", "[[{}]]"]))
+def test_a_label_in_any_usual_dress_is_read_and_its_opposite_is_not(label: str, dress: str) -> None:
+    assert read_verdict(dress.format(label), JUDGED) == CORRECT[label]
+    assert read_verdict(dress.format(label.lower()), JUDGED) == CORRECT[label]
 
 
 RUBRICS = [

@@ -27,8 +27,10 @@ _MOST_BRACES = 100
 
 _MARKS = "*_`#~\"' \t"
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
-_FRACTION = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?", re.IGNORECASE)
+_FRACTION = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER})|\s*(%))?", re.IGNORECASE)
 _RATING = re.compile(rf"\[\[\s*({_NUMBER}(?:\s*/\s*{_NUMBER})?|\w+)\s*\]\][*_`.\s]*$", re.MULTILINE)
+_OUT_OF = re.compile(r"(?:/|\b(?:out )?of)[*_` \t]{0,9}\Z", re.IGNORECASE)
+"""Before a rating that is the denominator of another."""
 _NAMED = re.compile(
     r"^[*_`#~ \t]*(?:final[ \t]+)?(?:score|grade|rating|verdict|judge?ment|winner)[*_` \t]*[:=][*_` \t]*(\S[^\n]*)$",
     re.IGNORECASE | re.MULTILINE,
@@ -80,7 +82,8 @@ class Scale:
         match = _FRACTION.fullmatch(text)
         if named is not None or match is None:
             return named
-        return self.number(float(match[1])) if match[2] is None else self.fraction(float(match[1]), float(match[2]))
+        value, of = float(match[1]), 100.0 if match[3] else match[2]
+        return self.number(value) if of is None else self.fraction(value, float(of))
 
     def json(self, value: Any, yes_or_no: bool = False) -> float | None:
         """The score of a JSON value; where the question was `yes_or_no`, numbers other than 0 and 1 are none."""
@@ -116,7 +119,8 @@ def _from_text(text: str, scale: Scale) -> float | None:
     stated = [match for pattern in (_RATING, _NAMED) for match in pattern.finditer(text)]
     closing = _from_last_line(text.splitlines()[-1], scale)
     if stated:
-        verdict = scale.text(max(stated, key=lambda match: match.end())[1])
+        last = max(stated, key=lambda match: match.end())
+        verdict = None if _OUT_OF.search(text[: last.start()]) else scale.text(last[1])
         return verdict if closing in (None, verdict) else None
     opening = _from_first_word(text, scale)
     return closing if opening in (None, closing) else opening if closing is None else None
