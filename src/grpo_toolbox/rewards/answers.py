@@ -94,11 +94,7 @@ def after_thinking(text: str) -> str:
     tags = list(_THOUGHT.finditer(text))
     if not tags:
         return text
-    last = tags[-1]
-    closings = [tag for tag in tags if tag[0].startswith("</")]
-    if not last[0].startswith("</"):  # it began to think and was cut off
-        return text[closings[-1].end() : last.start()] if closings else text[: last.start()]
-    return text[last.end() :]
+    return text[tags[-1].end() :] if tags[-1][0].startswith("</") else ""
 
 
 def whole_text(text: str) -> str | None:

@@ -335,6 +335,8 @@ def _components(function: RewardFunction, weight: Any, on_error: str) -> tuple[C
             )
             for part in function.components
         )
+    if getattr(inner, "tolerant", False):  # its failures are what single completions contain
+        on_error = "skip"
     return (Component(function_name(function), fixed, function, on_error, factors=factors),)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_toolbox.rewards.answers import gold_answer, same_answer
 from grpo_toolbox.rewards.contract import Component, Reward
 from grpo_toolbox.rewards.scoring import score_rollouts
-from grpo_toolbox.rewards.signatures import is_async
+from grpo_toolbox.rewards.signatures import is_async, unwrapped
 from grpo_toolbox.types import Prompt, Rollout
 
 FORMS: dict[str, Callable[[str], str]] = {
@@ -37,7 +37,11 @@ class Trial:
 
 def graders(reward: Reward) -> list[Component]:
     """Return the components that compare with a data column; judges, which are asked over a network, are none."""
-    return [part for part in reward.components if part.signature.columns and not is_async(part.function)]
+    return [part for part in reward.components if part.signature.columns and _offline(part)]
+
+
+def _offline(part: Component) -> bool:
+    return not is_async(part.function) or getattr(unwrapped(part.function), "offline", False)
 
 
 def try_grader(grader: Component, prompts: Sequence[Prompt]) -> Trial | str:

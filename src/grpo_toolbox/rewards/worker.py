@@ -31,9 +31,9 @@ def main() -> None:
     try:
         function = _load(target)
     except Exception as error:  # whatever importing the module raises is the answer to the parent
-        _say(replies, {"failed": f"{type(error).__name__}: {error}"})
+        _say(replies, json.dumps({"failed": f"{type(error).__name__}: {error}"}))
         return
-    _say(replies, {"ready": True})
+    _say(replies, json.dumps({"ready": True}))
     for line in sys.stdin.buffer:
         seconds, argument = json.loads(line)
         _allow_cpu(seconds)
@@ -48,17 +48,17 @@ def _load(target: str) -> Callable[[Any], Any]:
     return function
 
 
-def _answer(function: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+def _answer(function: Callable[[Any], Any], argument: Any) -> str:
     try:
-        return {"value": function(argument)}
+        return json.dumps({"value": function(argument)})
     except MemoryError:
-        return {"memory": True}
+        return json.dumps({"memory": True})
     except Exception as error:  # code at the mercy of what a model wrote
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
 
 
-def _say(replies: IO[bytes], answer: dict[str, Any]) -> None:
-    replies.write(json.dumps(answer).encode() + b"\n")
+def _say(replies: IO[bytes], answer: str) -> None:
+    replies.write(answer.encode() + b"\n")
     replies.flush()
 
 

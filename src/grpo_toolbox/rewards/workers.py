@@ -230,6 +230,8 @@ class _Worker:
                     raise TooMuch(f"no answer within {seconds:g} s")
                 chunk = os.read(self.process.stdout.fileno(), 65536)
                 if not chunk:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(timeout=1.0)  # for its own exit code
                     self.kill()
                     raise _Gone(f"exit code {self.process.returncode}")
                 self._read += chunk

@@ -18,7 +18,7 @@ _STATED = re.compile(
 _SENTENCE_END = re.compile(r"(?<!\d)[.!](?=\s|\Z)|(?<=\d)\.(?=\s|\Z)")
 _JOINT = re.compile(r"(?:\s|[$,;&()*]|\\[,;()\[\]]|\\q?quad|\\text\{|\}|\b(?:and|or)\b|\\\\)*")
 _JOINING = re.compile(r"\b(?:and|or)\b|,|;")
-_DOTS = re.compile(r"(?:\s|\.|…|\\[lc]?dots|\?|_|-{2,}|\\square|\\text\{\s*\})*")
+_DOTS = re.compile(r"(?:\s|\.|…|\\[lc]?dots|\?|_|-|\\square|\\text\{\s*\})*")
 _LONGEST_LINE = 100
 _MARKDOWN = "*_` \t"
 

@@ -43,7 +43,6 @@ _SYNONYMS = {
     "pa": "pascal Pa",
     "mol": "mole",
     "percent": "percentage pct",
-    "unit": "units",
 }
 _UNITS = {word: unit for unit, words in _SYNONYMS.items() for word in (unit, *words.split())}
 _WHOLE = {"mph": "mi/h", "kmh": "km/h", "kmph": "km/h", "kph": "km/h", "mps": "m/s", "cc": "cm^3", "sqft": "ft^2"}
