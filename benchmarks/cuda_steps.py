@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             left = ends - time.monotonic()
             if left < 5:
                 raise SideFailed("time is up")
-            more = [f"trainer.micro_batch_tokens={MICRO_BATCH_TOKENS}"] if side == "ours" else []
-            return steps.measure(name, side, given, timeout=left, overrides=more)
+            overrides = [f"trainer.micro_batch_tokens={MICRO_BATCH_TOKENS}"]
+            return steps.measure(name, side, given, timeout=left, overrides=overrides)
 
         run_sides(arguments, measure)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from probe import finish
+
 
 @dataclass(frozen=True)
 class Product:
@@ -101,14 +103,11 @@ def bare_seconds(product: Product, chunk: int, device: str = "cpu", least: float
 
 def _seconds(run: Callable[[], None], device: str, least: float) -> float:
     """Return the mean seconds of `run` over as many runs as take `least` seconds, after one that does not count."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     run()
-    wait()
+    finish(device)
     started, runs = time.perf_counter(), 0
     while runs == 0 or time.perf_counter() - started < least:
         run()
-        wait()
+        finish(device)
         runs += 1
     return (time.perf_counter() - started) / runs

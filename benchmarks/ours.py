@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forcing import ending_our_rows
-from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib, resident_gib
+from probe import Stages, answer, count_backward, finish, forget_peak, job_of, peak_gib, resident_gib
 from weights import warm_up
 from workloads import Workload, reached, write_prompts
 
@@ -42,8 +42,8 @@ class Recorder(Callback):
 
     def on_step(self, step: Step) -> None:
         """Take the step's times; they were measured before any callback."""
-        stages = {name: step.metrics[f"time/{name}"] for name in ("rollout", "reward")} | self._stages.taken()
-        stages["forward"] = step.metrics["time/update"] - stages.get("backward", 0.0) - stages["optimizer"]
+        stages = {name: step.metrics.get(f"time/{name}", 0.0) for name in ("rollout", "reward")} | self._stages.taken()
+        stages["forward"] = step.metrics["time/update"] - stages.get("backward", 0.0) - stages.get("optimizer", 0.0)
         self.lengths = [len(one.ids) for one in step.rollouts]
         self.steps.append(
             {
@@ -66,13 +66,13 @@ def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
     load = Workload(**job["workload"])
 
     def work(run: Run) -> dict[str, Any]:
-        stages = Stages()
+        stages = Stages(job["device"])
         warm_up(run.policy, job["device"])
         count_backward(stages)
         run.optimizer.step = stages.timed("optimizer", run.optimizer.step)  # type: ignore[method-assign]
         recorder = Recorder(run, stages, job["device"])
         run.callbacks = [recorder]
-        loaded = resident_gib()
+        loaded = resident_gib(job["device"])
         with ending_our_rows(load, run.policy):
             train(run)
         if sorted(recorder.lengths) != sorted(load.lengths()):
@@ -93,6 +93,7 @@ def measure_rollouts(job: dict[str, Any]) -> dict[str, Any]:
         forget_peak(job["device"])
         steps = []
         for turn in range(job["steps"]):
+            finish(job["device"])
             started = time.perf_counter()
             rollouts = run.engine.generate(prompts, load.group_size, replace(run.sampling, seed=turn))
             seconds = time.perf_counter() - started

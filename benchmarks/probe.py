@@ -28,18 +28,21 @@ class SideFailed(Exception):
 
 
 class Stages:
-    """Seconds per stage; a stage that is entered again adds up."""
+    """Seconds per stage; a stage that is entered again adds up. On a GPU a stage ends when its work is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._device = device
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Count the block."""
+        finish(self._device)
         started = time.perf_counter()
         try:
             yield
         finally:
+            finish(self._device)
             self.seconds[stage] += time.perf_counter() - started
 
     def timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +58,14 @@ class Stages:
         """Return the seconds so far and start again."""
         seconds, self.seconds = dict(self.seconds), defaultdict(float)
         return seconds
+
+
+def finish(device: str) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def count_backward(stages: Stages) -> None:
@@ -77,8 +88,12 @@ def peak_gib(device: str = "cpu") -> float:
     return (status or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
 
 
-def resident_gib() -> float:
-    """Return the memory of this process now, in GiB; 0 where the system does not tell."""
+def resident_gib(device: str = "cpu") -> float:
+    """Return the memory of this process, or allocated on the device, now, in GiB; 0 where the system does not tell."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated() / 2**30
     return _status("VmRSS") / 2**20
 
 

@@ -47,8 +47,10 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--micro-batch", type=int, default=MICRO_BATCH, help="rows that TRL trains at a time")
 
 
-def measure(name: str, side: str, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Measure one side of one workload in a process of its own and write it down."""
+def measure(
+    name: str, side: str, arguments: argparse.Namespace, *, timeout: float = 3600, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Measure one side of one workload in a process of its own and write it down; `overrides` are for our side."""
     load = workload(name, arguments.scale)
     job: dict[str, Any] = {
         "what": "steps",
@@ -58,10 +60,11 @@ def measure(name: str, side: str, arguments: argparse.Namespace, **more: Any) ->
         "steps": arguments.repeats,
     }
     if side == "ours":
-        return record(name, side, arguments, in_child("ours.py", job | more, arguments.threads))
-    job["micro_batch"] = min(more.pop("micro_batch", arguments.micro_batch), load.rows)
-    found = in_child("theirs.py", job | more, arguments.threads)
-    return record(name, side, arguments, found, micro_batch=job["micro_batch"], **more)
+        found = in_child("ours.py", {**job, "overrides": list(overrides)}, arguments.threads, timeout)
+        return record(name, side, arguments, found, overrides=list(overrides))
+    job["micro_batch"] = min(arguments.micro_batch, load.rows)
+    found = in_child("theirs.py", job, arguments.threads, timeout)
+    return record(name, side, arguments, found, micro_batch=job["micro_batch"])
 
 
 def tune(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from forcing import EndRows
-from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib, resident_gib
+from probe import Stages, answer, count_backward, finish, forget_peak, job_of, peak_gib, resident_gib
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -39,12 +39,12 @@ class Recorder(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the step's clock."""
         self._stages.taken()
-        _finish(self._device)
+        finish(self._device)
         self._started, self._cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Take the step's times."""
-        _finish(self._device)
+        finish(self._device)
         self.steps.append(
             {
                 "seconds": time.perf_counter() - self._started,
@@ -64,7 +64,7 @@ class Recorder(TrainerCallback):
 def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
     """Train `job["steps"]` steps and return what each took."""
     load, device = Workload(**job["workload"]), job["device"]
-    stages = Stages()
+    stages = Stages(device)
     recorder = Recorder(stages, device)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = _trainer(load, job, recorder, scratch)
@@ -73,7 +73,7 @@ def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
         _count(trainer, load, stages)
         if not job.get("generate", True):
             trainer.model.generate = partial(_random_completions, load)
-        loaded = resident_gib()
+        loaded = resident_gib(device)
         trainer.train()
     if sorted(recorder.lengths) != sorted(load.lengths()):
         raise SystemExit(f"completions of {sorted(recorder.lengths)} tokens, not {sorted(load.lengths())}")
@@ -164,7 +164,7 @@ def measure_generate(job: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for turn in range(job["steps"]):
         torch.manual_seed(turn)
-        _finish(device)
+        finish(device)
         started = time.perf_counter()
         with torch.inference_mode():
             output = model.generate(
@@ -178,7 +178,7 @@ def measure_generate(job: dict[str, Any]) -> dict[str, Any]:
                 min_new_tokens=load.max_new_tokens,
                 **cache,
             )
-        _finish(device)
+        finish(device)
         seconds = time.perf_counter() - started
         tokens = output[:, ids.shape[1] :].numel()
         steps.append({"seconds": seconds, "completion_tokens": tokens, "peak_gib": peak_gib(device)})
@@ -210,7 +210,7 @@ def measure_learning(job: dict[str, Any]) -> dict[str, Any]:
     right = exact_match(extract="whole")
 
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        values = [float(value) for value in right(completions=completions, answer=answer)]
+        values = [value or 0.0 for value in right(completions=completions, answer=answer)]
         goal.rewards.append(sum(values) / len(values))
         return values
 
@@ -253,11 +253,6 @@ def _tiny_settings(job: dict[str, Any], scratch: str) -> GRPOConfig:
         report_to="none",
         disable_tqdm=True,
     )
-
-
-def _finish(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from flops import bare_seconds, flops, pass_of, products
 from ours import on_workload
-from probe import Stages, answer, count_backward, forget_peak, job_of, peak_gib, resident_gib
+from probe import Stages, answer, count_backward, finish, forget_peak, job_of, peak_gib, resident_gib
 from workloads import Workload
 
 from grpo_toolbox.batch import Batch, collate, micro_batches
@@ -85,18 +85,17 @@ def random_batch(run: Run, load: Workload) -> Batch:
 
 def timed_update(run: Run, device: str) -> Any:
     """Return a function that takes one optimizer step on a batch and returns its seconds and memory."""
-    stages = Stages()
+    stages = Stages(device)
     count_backward(stages)
     run.optimizer.step = stages.timed("optimizer", run.optimizer.step)  # type: ignore[method-assign]
 
     def step(batch: Batch) -> dict[str, Any]:
-        before = resident_gib()
+        before = resident_gib(device)
         forget_peak(device)
         stages.taken()
         started = time.perf_counter()
         update(run, batch, 1)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        finish(device)
         seconds = time.perf_counter() - started
         taken = stages.taken()
         rest = seconds - taken["optimizer"]
