@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 
-from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards.code.judge import judge
 from grpo_toolbox.rewards.code.pool import Pool
@@ -80,6 +80,8 @@ def open_pool(sandbox: str, limits: Limits, ready: int, site_packages: bool = Fa
     limits.check()
     if ":" in sandbox:
         return _plugged_in(sandbox, limits, ready)
+    if sandbox not in ("auto", *BUILT_IN):
+        raise unknown_option("reward.sandbox", sandbox, ["auto", *BUILT_IN, "my_module:my_sandbox"])
     names: Sequence[str] = tuple(BUILT_IN) if sandbox == "auto" else (sandbox,)
     problems = []
     shown = view(site_packages)
