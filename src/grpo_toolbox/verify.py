@@ -171,7 +171,7 @@ def check_skipping(run: Run, sample: Sample) -> Finding:
 def check_presence(run: Run, sample: Sample) -> Finding:
     """Each term of the objective changes the gradient, and every trainable parameter has one.
 
-    KL and entropy bonus weigh at least 1 here, so that a small coefficient is not taken for an absent one.
+    KL, entropy bonus and experts' balance weigh at least 1 here, so that a small coefficient is not taken for none.
     """
     objective, batch = plain_objective(run), sample.batch
     off: dict[str, tuple[Objective, Batch]] = {}
@@ -183,9 +183,13 @@ def check_presence(run: Run, sample: Sample) -> Finding:
         off = {name: (replace(one, entropy_coef=objective.entropy_coef), rows) for name, (one, rows) in off.items()}
         off["entropy"] = (replace(without, entropy_coef=0.0), batch)
     off["surrogate"] = (objective, replace(batch, advantages=torch.zeros_like(batch.advantages)))
+    coef = run.settings.router_aux_coef and max(run.settings.router_aux_coef, 1.0)
+    run = replace(run, settings=replace(run.settings, router_aux_coef=coef))
     with moved(run.policy, share=0.0):
         whole = gradient(run, batch, objective)
         changes = {name: difference(gradient(run, rows, one), whole) for name, (one, rows) in off.items()}
+        if coef:
+            changes["experts"] = difference(gradient(run, batch, objective, router_aux_coef=0.0), whole)
     silent = [name for name, part in whole.parts.items() if not bool(part.any())]
     limit = limits(run)[0] / 5  # what is absent changes nothing but the rounding
     shown = [f"{name} {change:.1e}" for name, change in changes.items()]
