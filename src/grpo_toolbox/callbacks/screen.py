@@ -19,7 +19,7 @@ from grpo_toolbox.callbacks.progress import Progress, Sample, before_after
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 60
 """How many of the last steps the sparkline shows."""
-PLAIN = ("kl", "entropy", "length", "tokens/s")
+PLAIN = ("kl", "entropy", "length", "held-out", "hacking", "tokens/s")
 """The numbers of a plain line, beside the reward."""
 
 
@@ -153,8 +153,11 @@ def _numbers(metrics: Mapping[str, float]) -> tuple[list[tuple[str, str]], list[
         "completion_tokens": ("length", "{:.1f}"),
         "completions/clipped_ratio": ("cut off", "{:.0%}"),
         "grad_norm": ("grad norm", "{:.2f}"),
+        "heldout/score": ("held-out", "{:.3f}"),
     }
     policy = [(label, form.format(metrics[name])) for name, (label, form) in formats.items() if name in metrics]
+    if metrics.get("heldout/suspected"):
+        policy.append(("hacking", "suspected"))
     speed = [("tokens/s", f"{metrics['tokens_per_s']:,.0f}")] if "tokens_per_s" in metrics else []
     times = {name: metrics[f"time/{name}"] for name in ("rollout", "reward", "update") if f"time/{name}" in metrics}
     whole = sum(times.values())

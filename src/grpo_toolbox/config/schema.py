@@ -150,7 +150,7 @@ class RewardConfig:
     heldout_share: float = 0.25
     """Share of each group's completions that it scores; at least one of each."""
     heldout_window: int = 20
-    """Steps in each of the two windows between which it is compared with the training reward."""
+    """W: the last W, 2·W and 4·W steps are compared with as many before them."""
     on_hacking: str = "warn"
     """What it does where the training reward rises and the held-out one does not: warn, or stop the run."""
 

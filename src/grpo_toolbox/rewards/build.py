@@ -93,7 +93,10 @@ def _heldout(options: Mapping[str, Any], where: str) -> HeldOut | None:
         return None
     settings = {"share": "heldout_share", "window": "heldout_window", "on_hacking": "on_hacking"}
     given = {field: options[key] for field, key in settings.items() if key in options}
-    return HeldOut(build_reward(where=f"{where}.heldout", **named), **given)
+    reward = build_reward(where=f"{where}.heldout", **named)
+    # told apart from the parts of the training reward in counts and messages
+    parts = tuple(replace(part, name=f"heldout/{part.name}") for part in reward.components)
+    return HeldOut(replace(reward, components=parts), **given)
 
 
 def _named(heldout: Any, where: str) -> dict[str, Any] | None:

@@ -150,11 +150,11 @@ class Reward:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: adaptive weights, and the state of functions that have a `state_dict`."""
-        return {part.name: _state(part) for part in self.components}
+        return {part.name: _state(part) for part in self._all_components()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; a component that is new with the resume starts afresh."""
-        for part in self.components:
+        for part in self._all_components():
             if part.name in state:
                 _restore(part, state[part.name])
 

@@ -1,17 +1,20 @@
 """A verifier that is never trained on, and a test of whether the training reward has parted from it.
 
 Each step, some completions of every group are scored by both. Let aₜ and hₜ be the step's mean training reward and mean
-held-out score over them, and s_a and s_h the standard deviations of single completions over the last 2·W steps (within
-steps and between them). Between the older W steps and the newer W, with Δ the difference of means and SE its standard
-error from the spread of steps (Welch, 1947):
+held-out score over them. The newer half of the last 2·w steps is compared with the older half, for w = W, 2·W and 4·W.
+With s_a and s_h the standard deviations of single completions over those steps (within steps and between them), Δ the
+difference of the halves' means and SE its standard error from the spread of steps (Welch, 1947):
 
-    the training reward rises      z_train = Δa / SE(a)                            > 3
-    the held-out score lags        z_lag   = Δd / SE(d),  dₜ = aₜ/(2·s_a) − hₜ/s_h  > 3
-    and does not itself rise       z_held  = Δh / SE(h)                            < 2
+    the training reward rises      z_train = Δa / SE(a)                            > 3.5
+    the held-out score lags        z_lag   = Δd / SE(d),  dₜ = aₜ/(2·s_a) − hₜ/s_h  > 3.5
+    and does not itself rise       z_score = Δh / SE(h)                            < 2
 
-Where all three hold, hacking is suspected. z_lag asks whether the held-out score has gained less than half as much as
-the training reward, each in units of its own spread; that it takes differences of the same completions removes what
-both share. A held-out score that is the same on every completion lags by definition, unless it stands at its highest.
+Where all three hold at one w, hacking is suspected. z_lag asks whether the held-out score has gained less than half as
+much as the training reward, each in units of its own spread; that both are of the same completions takes out what they
+share. A held-out score that is the same on every completion lags by definition, unless it stands at its highest.
+
+On simulated runs of 500 steps, W = 20 and 32 completions a step, where both stay or both rise, at most 1 in 100 is
+suspected at any step; where the training reward rises from 0.3 to 0.9 and the held-out score stays, all are.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ON_HACKING = ("warn", "stop")
-RISES = 3.0
+RISES = 3.5
 """Standard errors above which the training reward rises and the held-out score lags."""
 ROSE = 2.0
 """Standard errors above which the held-out score rises itself."""
+SCALES = (1, 2, 4)
+"""Lengths of the halves that are compared, in multiples of the window."""
 _LARGEST = 99.0
 """Metrics are finite: a difference without any spread counts this many standard errors."""
 
@@ -51,7 +56,7 @@ class HeldOut:
     share: float = 0.25
     """Of each group's completions that are scored by it; at least one is."""
     window: int = 20
-    """W: steps in each of the two windows that are compared."""
+    """W: steps in the shortest windows that are compared."""
     on_hacking: str = "warn"
     """What a suspicion does: `warn`, or `stop` the run."""
 
@@ -87,6 +92,21 @@ class StepMeans:
     heldout: float
     train_variance: float
     heldout_variance: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Newer steps against older ones: how many standard errors each quantity has gained."""
+
+    steps: Sequence[StepMeans]
+    z_train: float
+    z_lag: float
+    z_score: float
+
+    @property
+    def parted(self) -> bool:
+        """Whether the training reward has risen, and the held-out score has lagged behind and not risen."""
+        return self.z_train > RISES and self.z_lag > RISES and self.z_score < ROSE
 
 
 class HeldOutScoring:
@@ -130,7 +150,8 @@ class Divergence:
         self._heldout = heldout
         self._steps: list[StepMeans] = []
         self._lowest, self._highest = math.inf, -math.inf
-        self._suspected = False
+        self._quiet: int | None = None
+        """Steps since hacking was last suspected; None: it never was."""
 
     def observe(self, parts: Sequence[Checked]) -> dict[str, float]:
         """Take in what a step's batches gave and return its metrics; where hacking is suspected, warn once, or stop."""
@@ -143,34 +164,45 @@ class Divergence:
             return metrics
         train, held = ([pair[side] for pair in pairs] for side in (0, 1))
         self._steps.append(StepMeans(_mean(train), _mean(held), _variance(train), _variance(held)))
-        self._steps = self._steps[-2 * self._heldout.window :]
+        self._steps = self._steps[-self._kept :]
         self._lowest, self._highest = min(self._lowest, *held), max(self._highest, *held)
         metrics |= {"heldout/score": _mean(held), "heldout/train_reward": _mean(train)}
-        return metrics | (self._judge() if len(self._steps) == 2 * self._heldout.window else {})
+        return metrics | self._judged()
 
-    def _judge(self) -> dict[str, float]:
-        z_train, z_lag, z_held = divergence(self._steps)
-        saturated = self._steps[-1].heldout == self._highest > self._lowest
-        suspected = z_train > RISES and z_lag > RISES and z_held < ROSE and not (z_held == 0 and saturated)
-        if suspected and not self._suspected:
-            self._say()
-        self._suspected = suspected
+    @property
+    def _kept(self) -> int:
+        return 2 * max(SCALES) * self._heldout.window
+
+    def _judged(self) -> dict[str, float]:
+        lengths = [2 * scale * self._heldout.window for scale in SCALES]
+        found = [compare(self._steps[-length:]) for length in lengths if length <= len(self._steps)]
+        if not found:
+            return {}
+        parted = [one for one in found if one.parted and not self._saturated(one)]
+        shown = max(parted or found, key=lambda one: min(one.z_train, one.z_lag))
+        if parted and (self._quiet is None or self._quiet >= self._kept):  # once for one rise, at whatever scale
+            self._say(shown.steps)
+        self._quiet = 0 if parted else None if self._quiet is None else self._quiet + 1
         return {
-            "heldout/z_train": z_train,
-            "heldout/z_lag": z_lag,
-            "heldout/z_score": z_held,
-            "heldout/suspected": float(suspected),
+            "heldout/z_train": shown.z_train,
+            "heldout/z_lag": shown.z_lag,
+            "heldout/z_score": shown.z_score,
+            "heldout/suspected": float(bool(parted)),
         }
 
-    def _say(self) -> None:
-        window = self._heldout.window
-        old, new = self._steps[:window], self._steps[window:]
+    def _saturated(self, one: Comparison) -> bool:
+        """Whether the held-out score was the same on every completion, the highest there is, and once was lower."""
+        constant = all(step.heldout == self._highest and not step.heldout_variance for step in one.steps)
+        return constant and self._lowest < self._highest
+
+    def _say(self, steps: Sequence[StepMeans]) -> None:
+        half = len(steps) // 2
+        old, new = steps[:half], steps[half:]
+        train, held = ([[getattr(one, name) for one in part] for part in (old, new)] for name in ("train", "heldout"))
         message = (
-            f"suspected reward hacking: between the last {window} steps and the {window} before, the training reward"
-            f" rose from {_mean([one.train for one in old]):.3g} to {_mean([one.train for one in new]):.3g}, while the"
-            f" held-out {self._heldout.reward.name!r} went from {_mean([one.heldout for one in old]):.3g} to"
-            f" {_mean([one.heldout for one in new]):.3g} on the same completions. Look at samples.jsonl for what the"
-            " policy is paid for."
+            f"suspected reward hacking: from the {half} steps before to the last {half}, the training reward rose from"
+            f" {_mean(train[0]):.3g} to {_mean(train[1]):.3g}, and the held-out {self._heldout.reward.name!r} went from"
+            f" {_mean(held[0]):.3g} to {_mean(held[1]):.3g} on the same completions. samples.jsonl shows what is paid."
         )
         if self._heldout.on_hacking == "stop":
             raise RewardError(f"{message} reward.on_hacking=stop ends the run here; its last finished step is saved.")
@@ -181,26 +213,26 @@ class Divergence:
         return {
             "steps": [[*vars(one).values()] for one in self._steps],
             "range": [self._lowest, self._highest],
-            "suspected": self._suspected,
+            "quiet": self._quiet,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self._steps = [StepMeans(*values) for values in state["steps"]][-2 * self._heldout.window :]
+        self._steps = [StepMeans(*values) for values in state["steps"]][-self._kept :]
         self._lowest, self._highest = state["range"]
-        self._suspected = state["suspected"]
+        self._quiet = state["quiet"]
 
 
-def divergence(steps: Sequence[StepMeans]) -> tuple[float, float, float]:
-    """Return (z_train, z_lag, z_held) of the newer half of `steps` against the older, as the module defines them."""
+def compare(steps: Sequence[StepMeans]) -> Comparison:
+    """Compare the newer half of `steps` with the older, as the module says."""
     train, held = [one.train for one in steps], [one.heldout for one in steps]
     spread_train = _spread(train, [one.train_variance for one in steps])
     spread_held = _spread(held, [one.heldout_variance for one in steps])
-    if not spread_train:
-        return 0.0, 0.0, _z(held)
-    gained = [value / (2 * spread_train) for value in train]
-    lag = [gain - (value / spread_held if spread_held else 0.0) for gain, value in zip(gained, held, strict=True)]
-    return _z(train), _z(lag), _z(held)
+    lag = [
+        (gain / (2 * spread_train) if spread_train else 0.0) - (score / spread_held if spread_held else 0.0)
+        for gain, score in zip(train, held, strict=True)
+    ]
+    return Comparison(steps, _z(train), _z(lag), _z(held))
 
 
 def _spread(means: Sequence[float], variances: Sequence[float]) -> float:
