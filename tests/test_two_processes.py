@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from exact_llama import small_llama
+from exact_llama import VOCABULARY, small_llama
 from grpo_toolbox.batch import Batch, denominators
-from grpo_toolbox.models.forward import completion_logps
+from grpo_toolbox.models.experts import ExpertBalance, aux_loss
+from grpo_toolbox.models.forward import completion_hidden, completion_logps
 from grpo_toolbox.objectives import OBJECTIVES, Objective, loss_and_terms
 from grpo_toolbox.ops import AGGREGATIONS, Denominators
 
@@ -50,6 +54,27 @@ def _gradient(model: nn.Module, batch: Batch, counts: Denominators, kind: tuple[
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
 
 
+def _balanced(batch: Batch, add_up: Callable[[Tensor], object]) -> Tensor:
+    """The gradient of the load-balancing loss, with how often experts were chosen added up over processes."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=1, num_local_experts=4, initializer_range=0.4, **sizes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = MixtralForCausalLM(config).eval()
+    balance = ExpertBalance(model, 1.0, rows_per_prompt=2, packed=True)
+    with balance.watching(batch):
+        completion_hidden(model, batch, packed=True)
+    part = balance._part
+    assert part is not None
+    step = replace(part, chosen=part.chosen.clone(), tokens=part.tokens.clone())
+    add_up(step.chosen)
+    add_up(step.tokens)
+    found = torch.autograd.grad(aux_loss(part, step), list(model.parameters()), allow_unused=True)
+    return torch.cat([one.flatten() for one in found if one is not None])
+
+
 def _worker(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
@@ -66,6 +91,8 @@ def _worker(rank: int, port: int, folder: str) -> None:
         gradient = _gradient(model, mine, counts, kind)
         dist.all_reduce(gradient)
         total.append(gradient)
+    total.append(_balanced(mine, dist.all_reduce))
+    dist.all_reduce(total[-1])
     if rank == 0:
         torch.save(total, Path(folder) / "gradients.pt")
     dist.destroy_process_group()
@@ -87,3 +114,9 @@ def test_two_processes_have_the_gradient_of_one(gradients_of_two: list[Tensor], 
     alone = _gradient(small_llama(), batch, denominators(batch, LENGTH), KINDS[index])
     assert alone.abs().max() > 1e-4
     torch.testing.assert_close(gradients_of_two[index], alone, rtol=1e-10, atol=1e-13)
+
+
+def test_two_processes_balance_experts_as_one(gradients_of_two: list[Tensor]) -> None:
+    alone = _balanced(_batch(), lambda counts: None)
+    assert alone.abs().max() > 1e-3
+    torch.testing.assert_close(gradients_of_two[-1], alone, rtol=1e-4, atol=1e-5 * float(alone.abs().max()))
