@@ -13,7 +13,7 @@ from typing import Any
 
 from forcing import ending_our_rows
 from probe import Stages, answer, count_backward, finish, forget_peak, job_of, peak_gib, resident_gib
-from weights import warm_up
+from weights import warm_optimizer, warm_up
 from workloads import Workload, reached, write_prompts
 
 from grpo_toolbox.callbacks import Callback
@@ -68,6 +68,7 @@ def measure_steps(job: dict[str, Any]) -> dict[str, Any]:
     def work(run: Run) -> dict[str, Any]:
         stages = Stages(job["device"])
         warm_up(run.policy, job["device"])
+        warm_optimizer(run.optimizer)
         count_backward(stages)
         run.optimizer.step = stages.timed("optimizer", run.optimizer.step)  # type: ignore[method-assign]
         recorder = Recorder(run, stages, job["device"])

@@ -25,13 +25,15 @@ from workloads import STEPS, as_job, workload
 SIDES = ("ours", "trl")
 MICRO_BATCH = 8
 """TRL's `per_device_train_batch_size` in rows, where `--micro-batch` does not say otherwise."""
-TRIED = (2, 4, 8, 16)
+TUNED_ROWS = 16
+"""Rows that `--tune` trains."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write down, print the table."""
     options = parser(__doc__, tuple(STEPS), SIDES)
     add_options(options)
+    options.add_argument("--sizes", default="2,4,8,16", help="the micro-batches, in rows, that --tune tries")
     options.add_argument("--tune", default="", help="only try TRL's micro-batch sizes on these")
     arguments = options.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,18 +70,18 @@ def measure(
 
 
 def tune(arguments: argparse.Namespace) -> None:
-    """Try TRL's micro-batch sizes on the training of sixteen rows: seconds of wall and processor, and memory."""
+    """Try TRL's micro-batch sizes on the training of a few rows: seconds of wall and processor, and memory."""
     for name in arguments.tune.split(","):
         load = workload(name, arguments.scale)
         job = {
             "what": "steps",
-            "workload": as_job(replace(load, prompts=max(TRIED) // load.group_size)),
+            "workload": as_job(replace(load, prompts=TUNED_ROWS // load.group_size)),
             "model": arguments.model,
             "device": arguments.device,
             "steps": arguments.repeats,
             "generate": False,
         }
-        for size in TRIED:
+        for size in map(int, arguments.sizes.split(",")):
             found = in_child("theirs.py", job | {"micro_batch": size}, arguments.threads)
             step = min(found["steps"], key=lambda one: one["cpu_seconds"])
             print(

@@ -19,7 +19,7 @@ from probe import Stages, answer, count_backward, finish, forget_peak, job_of, p
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from weights import plain_model, warm_up
+from weights import plain_model, warm_optimizer, warm_up
 from workloads import Workload, exact_prompts, fixed_reward, prompt_rows, reached
 
 from grpo_toolbox.data.builtin import additions
@@ -139,6 +139,7 @@ def _count(trainer: GRPOTrainer, load: Workload, stages: Stages) -> None:
 
     def create_optimizer(*args: Any, **others: Any) -> Any:
         optimizer = create(*args, **others)
+        warm_optimizer(optimizer)
         optimizer.step = stages.timed("optimizer", optimizer.step)
         return optimizer
 

@@ -46,3 +46,21 @@ def warm_up(model: Any, device: str) -> None:
         )
     model(input_ids=ids, labels=ids).loss.backward()
     model.zero_grad(set_to_none=True)
+
+
+def warm_optimizer(optimizer: Any) -> None:
+    """Let AdamW make its moments by a step of length zero: what is measured is then like every later step.
+
+    Without it the first step would hold them at its end only, and its peak memory would be no other step's.
+    """
+    import torch
+
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
