@@ -149,7 +149,7 @@ def head_logps_and_entropy(
     weight: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
-    chunk: int = 256,
+    chunk: int = 128,
     *,
     in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
