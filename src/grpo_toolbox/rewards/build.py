@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
 from grpo_toolbox.plugins import plug_in
-from grpo_toolbox.rewards.code import code
+from grpo_toolbox.rewards.code import code, hack_monitor
 from grpo_toolbox.rewards.contract import ON_ERROR, Component, Reward, RewardFunction, combine
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
@@ -41,6 +41,7 @@ REWARDS: dict[str, Callable[..., RewardFunction | Reward]] = {
     "format": format_reward,
     "length_penalty": length_penalty,
     "code": code,
+    "hack_monitor": hack_monitor,
     "weighted_sum": weighted_sum,
     "reward_model": reward_model,
     "llm_judge": llm_judge,

@@ -48,12 +48,14 @@ def look_for_holes() -> list[str]:
     """What a program can do in here that it must not; this function's source runs in the sandbox."""
     import os
     import socket
+    import sys
 
     holes = []
     for place in ("/", "/usr", "/dev", "/etc", "/proc/sys/kernel", os.path.dirname(os.__file__)):
         try:
             os.close(os.open(os.path.join(place, "hole"), os.O_CREAT | os.O_WRONLY))
             holes.append(f"write to {place}")
+            os.unlink(os.path.join(place, "hole"))
         except OSError:
             pass
     networks = [name for _, name in socket.if_nameindex() if name != "lo"]
@@ -63,7 +65,7 @@ def look_for_holes() -> list[str]:
         holes.append("see other processes")
     for folder in ("/home", "/var", "/root", "/etc"):
         seen = os.listdir(folder) if os.access(folder, os.R_OK) and os.path.isdir(folder) else []
-        allowed = {part for path in (os.__file__, "/etc/ld.so.cache") for part in path.split("/")}
+        allowed = {part for path in (os.__file__, "/etc/ld.so.cache", *sys.path) for part in path.split("/")}
         holes += [f"see {folder}/{name}" for name in seen if name not in allowed]
     holes += [f"see {name} in its environment" for name in os.environ if "TOKEN" in name or "KEY" in name]
     if os.read(0, 1):

@@ -13,6 +13,7 @@ from grpo_toolbox.errors import ConfigError, DataError, ToolboxError, unknown_op
 from grpo_toolbox.rewards.code.canary import open_pool
 from grpo_toolbox.rewards.code.extraction import POLICIES, find_code
 from grpo_toolbox.rewards.code.judge import judge
+from grpo_toolbox.rewards.code.monitor import HackWatch
 from grpo_toolbox.rewards.code.pool import Pool
 from grpo_toolbox.rewards.code.problems import read_problem
 from grpo_toolbox.rewards.code.records import Limits, Problem, Verdict
@@ -42,7 +43,8 @@ def code(
     `block` says which program of a completion counts (last, first, all, whole), `credit=share` pays the share of tests
     passed. Limits hold for each candidate: `timeout` in seconds of wall time, `cpu_seconds` of each process, and so on
     (`records.Limits`). `concurrency` programs (None: one per CPU) run at a time. Optional columns: `setup`, code that
-    the candidate builds on, and `entry_point`, the function under test. A row without tests is None; a sandbox or test
+    the candidate builds on, and `entry_point`, the function under test. Programs that go for the grader are counted
+    (`monitor.py`), whatever they earn. A row without tests is None; a sandbox or test
     code that fails is an error of its row, never a 0. ConfigError where no sandbox works here.
     """
     if block not in POLICIES:
@@ -52,6 +54,7 @@ def code(
     if concurrency is not None and concurrency < 1:
         raise ConfigError(f"reward.concurrency={concurrency} must be at least 1, or null for one per CPU.")
     limits = Limits(timeout, cpu_seconds, memory_mb, processes, file_mb, output_kb)
+    watch = HackWatch()
     pool = open_pool(sandbox, limits, concurrency or os.cpu_count() or 1, site_packages)
 
     async def score(
@@ -63,8 +66,11 @@ def code(
         **columns: Any,
     ) -> list[float | Exception | None]:
         nothing = [None] * len(completions)
-        rows = zip(completions, columns[column], setup or nothing, entry_point or nothing, strict=True)
-        verdicts = await asyncio.gather(*(_verdict(pool, block, *row) for row in rows))
+        texts = [without_stop_tokens(completion_text(completion)) for completion in completions]
+        programs = [find_code(text, block) for text in texts]
+        watch(list(zip(texts, programs, strict=True)), log_extra, log_metric)
+        rows = zip(programs, columns[column], setup or nothing, entry_point or nothing, strict=True)
+        verdicts = await asyncio.gather(*(_verdict(pool, *row) for row in rows))
         log_verdicts(verdicts, log_extra, log_metric)
         return [_value(verdict, credit) for verdict in verdicts]
 
@@ -75,14 +81,13 @@ def code(
 
 
 async def _verdict(
-    pool: Pool, block: str, completion: Any, tests: Any, setup: Any, entry_point: Any
+    pool: Pool, program: str | None, tests: Any, setup: Any, entry_point: Any
 ) -> Verdict | Exception | None:
-    """The verdict on one completion; None where its row has no tests, an exception where there can be no verdict."""
+    """The verdict on one program; None where its row has no tests, an exception where there can be no verdict."""
     try:
         problem = read_problem(tests, setup, entry_point)
         if problem is None:
             return None
-        program = find_code(without_stop_tokens(completion_text(completion)), block)
         if program is None:
             return Verdict("no_code", 0, problem.size, "there is no Python in the completion")
         return await asyncio.wrap_future(pool.submit(judge(pool, program, problem)))
