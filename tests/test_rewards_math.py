@@ -159,7 +159,7 @@ FINAL = [
 
 @pytest.mark.parametrize(("completion", "answer"), FINAL)
 def test_where_the_final_answer_stands(completion: str, answer: str | None) -> None:
-    assert final_answer(completion, "final") == answer
+    assert final_answer(completion, "announced") == answer
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_where_the_final_answer_stands(completion: str, answer: str | None) -> N
     ],
 )
 def test_what_counts_without_a_box_is_an_option(completion: str, boxed: str | None, last_number: str | None) -> None:
-    assert final_answer(completion, "boxed") == boxed
+    assert final_answer(completion, "none") == boxed
     assert final_answer(completion, "last_number") == last_number
 
 
@@ -249,7 +249,7 @@ def test_no_expression_holds_anything_up() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"extract": "lastnumber"}, r"reward\.extract='lastnumber'.*boxed, final, last_number.*mean last_number"),
+        ({"fallback": "lastnumber"}, r"reward\.fallback='lastnumber'.*announced, last_number, none.*mean last_number"),
         ({"timeout": 0}, r"reward\.timeout=0 must be above 0"),
         ({"timeouts": 1}, r"reward\.timeouts is not an option of math.*Did you mean timeout\?"),
     ],

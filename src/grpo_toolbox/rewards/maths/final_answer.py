@@ -69,20 +69,20 @@ def no_other(text: str) -> None:
     return None
 
 
-WITHOUT_BOX: dict[str, Callable[[str], str | None]] = {
-    "boxed": no_other,
-    "final": stated_answer,
+FALLBACKS: dict[str, Callable[[str], str | None]] = {
+    "none": no_other,
+    "announced": stated_answer,
     "last_number": number_or_stated,
 }
-"""By the value of `extract`: where a completion without box may have its answer."""
+"""Where a completion without box may have its answer."""
 
 
-def final_answer(text: str, extract: str) -> str | None:
+def final_answer(text: str, fallback: str) -> str | None:
     """The final answer of a completion, of its own turn rather than of one it invents; None where it has none."""
     text = after_thinking(text)
     turn = own_turn(text)
     for part in (turn, text) if len(turn) < len(text) else (text,):
-        answer = boxed_answer(part) or WITHOUT_BOX[extract](part)
+        answer = boxed_answer(part) or FALLBACKS[fallback](part)
         if answer and (answer := answer.strip(_MARKDOWN)):
             return answer
     return None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError, DataError, unknown_option
-from grpo_toolbox.rewards.maths.final_answer import WITHOUT_BOX, final_answer, gold_formula
+from grpo_toolbox.rewards.maths.final_answer import FALLBACKS, final_answer, gold_formula
 from grpo_toolbox.rewards.maths.grading import ask, gold_nodes, grade, read_without_algebra
 from grpo_toolbox.rewards.signatures import declare
 from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
@@ -24,19 +24,19 @@ _MOST_TRIED = 64
 
 
 def math_reward(
-    extract: str = "final", column: str = "answer", timeout: float = 5.0
+    fallback: str = "announced", column: str = "answer", timeout: float = 5.0
 ) -> Callable[..., Coroutine[Any, Any, list[float | Exception | None]]]:
     """1.0 where the final answer equals the gold answer of data column `column`, 0.0 where not, None where it is open.
 
-    The answer is the last box's content. `extract` says what counts without a box: `boxed` nothing, `final` an answer
-    that is announced (`<answer>`, `####`, "the answer is", or alone), `last_number` that or the last number in the
-    text. What digits and spelling decide is decided at once, the rest by math-verify's parser in worker processes,
-    which are killed after `timeout` seconds: that row has timed out, and is neither right nor wrong. None: the gold
-    answer cannot be read (counted in `math/unread_golds_total`). Metric `invalid_format_rate` is the share without
-    answer, extra column `extracted` holds the answers. ConfigError where math-verify is not installed.
+    The answer is the last box's content. `fallback` says what counts without a box: `none`, an `announced` answer
+    (`<answer>`, `####`, "the answer is", or alone), or `last_number`, that or the last number in the text. What digits
+    and spelling decide is decided at once, the rest by math-verify's parser in worker processes, which are killed after
+    `timeout` seconds: that row has timed out, and is neither right nor wrong. None: the gold answer cannot be read
+    (counted in `math/unread_golds_total`). Metric `invalid_format_rate` is the share without answer, extra column
+    `extracted` holds the answers. ConfigError where math-verify is not installed.
     """
-    if extract not in WITHOUT_BOX:
-        raise unknown_option("reward.extract", extract, WITHOUT_BOX)
+    if fallback not in FALLBACKS:
+        raise unknown_option("reward.fallback", fallback, FALLBACKS)
     if not timeout > 0:
         raise ConfigError(f"reward.timeout={timeout} must be above 0: the seconds that one comparison may take.")
     if importlib.util.find_spec("math_verify") is None:
@@ -46,7 +46,7 @@ def math_reward(
         completions: Sequence[Any], log_extra: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | Exception | None]:
         golds = [gold_formula(gold) for gold in columns[column]]
-        answers = [final_answer(without_stop_tokens(completion_text(text)), extract) for text in completions]
+        answers = [final_answer(without_stop_tokens(completion_text(text)), fallback) for text in completions]
         graded = await grade(list(zip(golds, answers, strict=True)), timeout)
         if log_extra is not None:
             log_extra("extracted", answers)
