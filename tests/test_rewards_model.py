@@ -131,8 +131,12 @@ def test_checkpoints_of_another_kind_are_refused(tmp_path: Path) -> None:
         build_reward("reward_model", path=tokens)
     with pytest.raises(ConfigError, match=r"is not a token classifier with 1 or 2 label, but has 3"):
         build_reward("reward_model", path=tokens, level="step")
-    with pytest.raises(ConfigError, match=r"reward\.path=.* is not a sequence classifier: "):
-        build_reward("reward_model", path=str(tmp_path / "absent"))
+    for absent in (str(tmp_path / "absent"), "./absent", "~/absent", "runs/a/checkpoint", "builtin:tiny"):
+        with pytest.raises(ConfigError, match=rf"reward\.path='{absent}' is no folder: give that of a reward model"):
+            build_reward("reward_model", path=absent)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"reward\.path=.*empty' is not a sequence classifier: "):
+        build_reward("reward_model", path=str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("device", ["cuda:77", "abacus", "meta:x"])

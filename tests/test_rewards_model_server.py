@@ -81,7 +81,7 @@ def test_a_template_at_hand_writes_the_text(serve: Serve, tmp_path: Path) -> Non
     build(server, endpoint="classify", tokenizer=str(tmp_path))(prompts=["q"], completions=["a"])
     (sent,) = server.requests
     assert (sent["input"], sent["use_activation"]) == (templated("q", "a"), False)
-    with pytest.raises(ConfigError, match="has no tokenizer that can be loaded"):
+    with pytest.raises(ConfigError, match=r"reward\.tokenizer=.* has no tokenizer that can be loaded"):
         build(server, tokenizer=str(tmp_path / "absent"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_toolbox.errors import ConfigError
@@ -38,7 +39,7 @@ class Classifier:
     def __init__(self, path: str, head: Head, batch_size: int, max_length: int | None, device: str, dtype: str) -> None:
         """Load from a folder or hub name; ConfigError where there is no such model, or its head is not trained."""
         self.path = path
-        self.tokenizer, model = _load(path, head, dtype)
+        self.tokenizer, model = _load(_found(path), head, dtype)
         if head == "token" and not self.tokenizer.is_fast:
             raise ConfigError(f"reward.path={path!r}: its tokenizer does not say where tokens stand; save a fast one.")
         self._model = model.to(_device(device)).eval()
@@ -144,14 +145,22 @@ def _device(device: str) -> str:
     return device
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer at `path` (folder or hub name); ConfigError where there is none."""
+def _found(path: str) -> str:
+    """A hub name as it is, a folder only where there is one: a mistyped folder would be looked for on the hub."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1 or ":" in path):
+        raise ConfigError(f"reward.path={path!r} is no folder: give that of a reward model, or its name on the hub.")
+    return str(folder) if folder.is_dir() else path
+
+
+def load_tokenizer(path: str, setting: str) -> Any:
+    """The tokenizer at `path` (folder or hub name), which `setting` named; ConfigError where there is none."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, truncation_side="left")
     except (OSError, ValueError, RuntimeError) as error:  # files from outside: absent, unreadable
-        raise ConfigError(f"{path!r} has no tokenizer that can be loaded: {error}") from error
+        raise ConfigError(f"{setting}={path!r} has no tokenizer that can be loaded: {error}") from error
 
 
 def _load(path: str, head: Head, dtype: str) -> tuple[Any, Any]:
@@ -161,7 +170,7 @@ def _load(path: str, head: Head, dtype: str) -> tuple[Any, Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         labels = _labels_of(config, head, what)
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, "reward.path")
         model, info = getattr(transformers, f"AutoModel{_CLASS[head]}").from_pretrained(
             path, num_labels=labels, dtype=dtype, output_loading_info=True
         )

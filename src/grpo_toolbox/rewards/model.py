@@ -111,7 +111,9 @@ class StepScores:
         self._combine = COMBINE[ensemble]
         self._separator = separator
         self._aggregate = AGGREGATES[aggregate] if aggregate else None
-        self._policy_tokenizer = load_tokenizer(policy_tokenizer) if policy_tokenizer else models[0].tokenizer
+        self._policy_tokenizer = (
+            load_tokenizer(policy_tokenizer, "reward.policy_tokenizer") if policy_tokenizer else models[0].tokenizer
+        )
         self._truncation = _Truncation()
 
     def __call__(

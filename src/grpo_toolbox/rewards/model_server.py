@@ -75,7 +75,7 @@ class ServedModels:
         self._combine = COMBINE[ensemble]
         self._endpoint = ENDPOINTS[endpoint]
         self._address = address(base_url, self._endpoint.path if self._endpoint else "", api_key_env)
-        self._tokenizer = load_tokenizer(tokenizer) if tokenizer else None
+        self._tokenizer = load_tokenizer(tokenizer, "reward.tokenizer") if tokenizer else None
         self._batch_size = batch_size
         self._sessions = Sessions(patience)
 
