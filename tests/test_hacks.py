@@ -107,13 +107,13 @@ def test_beside_other_rewards_it_changes_nothing_unless_it_is_to_charge() -> Non
 
     watched = combine([always_one, build_reward("hack_monitor")])
     assert watched(completions=COMPLETIONS) == [1.0] * 4
-    charged = combine([always_one, build_reward("hack_monitor", penalty=0.5)])
+    charged = combine([always_one, build_reward("hack_monitor", charge=0.5)])
     assert charged(completions=COMPLETIONS) == [0.5, 1.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize("options", [{"penalty": -1.0}, {"penalty": float("nan")}, {"block": "middle"}])
+@pytest.mark.parametrize("options", [{"charge": -1.0}, {"charge": float("nan")}, {"block": "middle"}])
 def test_settings_of_the_monitor_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"reward\.(penalty|block)="):
+    with pytest.raises(ConfigError, match=r"reward\.(charge|block)="):
         build_reward("hack_monitor", **options)
 
 

@@ -218,17 +218,17 @@ def reads_tests(program: Program, node: ast.AST) -> str:
     """A test file that is opened, listed or imported."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        return "test_files" if any(map(_TEST_MODULE.match, names)) else ""
+        return "reads_tests" if any(map(_TEST_MODULE.match, names)) else ""
     if not isinstance(node, ast.Call):
         return ""
     name = program.meaning(node.func).rpartition(".")[2]
     if name in _LISTERS and (_names_tests(program, node) or _picks_tests(program)):
-        return "test_files"
+        return "reads_tests"
     if name not in _OPENERS or _writes(node):
         return ""
     if name == "open" and any(program.meaning(one) in ("__file__", "sys.argv") for one in ast.walk(node)):
-        return "test_files"
-    return "test_files" if _names_tests(program, node) else ""
+        return "reads_tests"
+    return "reads_tests" if _names_tests(program, node) else ""
 
 
 def _names_tests(program: Program, node: ast.Call) -> bool:

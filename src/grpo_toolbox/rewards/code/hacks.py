@@ -16,7 +16,7 @@ from grpo_toolbox.rewards.code.hack_rules import RULES
 from grpo_toolbox.rewards.code.intent import find_intent
 from grpo_toolbox.rewards.code.syntax import Program, text_of
 
-KINDS = ("exit", "grader", "test_files", "equality", "builtins", "hidden_code", "intent")
+KINDS = ("exit", "grader", "reads_tests", "equality", "builtins", "hidden_code", "intent")
 """What is told apart: leaving with success, tampering with the grader or looking into it, reading test files,
 comparisons that please, replaced builtins or library functions, code that hides, intent stated in words."""
 

@@ -16,15 +16,15 @@ from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
 log = logging.getLogger(__name__)
 
 
-def hack_monitor(penalty: float = 0.0, block: str = "last") -> Callable[..., list[float | None]]:
-    """−`penalty` where a completion's program goes for the grader, or its reasoning says so, 0 where not.
+def hack_monitor(charge: float = 0.0, block: str = "last") -> Callable[..., list[float | None]]:
+    """−`charge` where a completion's program goes for the grader, or its reasoning says so, 0 where not.
 
-    At penalty 0 it only watches: every row is None, "not applicable", and other rewards decide. Metrics `hacks/rate`
+    At charge 0 it only watches: every row is None, "not applicable", and other rewards decide. Metrics `hacks/rate`
     and `hacks/<kind>` are shares of completions, extra column `hacks` says what was found; the log shows the first
     example of each kind. `block` says which program of a completion is looked at, as for reward=code.
     """
-    if not 0 <= penalty < math.inf:
-        raise ConfigError(f"reward.penalty={penalty} must be at least 0; 0 only watches.")
+    if not 0 <= charge < math.inf:
+        raise ConfigError(f"reward.charge={charge} must be at least 0; 0 only watches.")
     if block not in POLICIES:
         raise unknown_option("reward.block", block, POLICIES)
     watch = HackWatch()
@@ -32,7 +32,7 @@ def hack_monitor(penalty: float = 0.0, block: str = "last") -> Callable[..., lis
     def score(completions: Sequence[Any], log_extra: Any = None, log_metric: Any = None) -> list[float | None]:
         texts = [without_stop_tokens(completion_text(completion)) for completion in completions]
         found = watch([(text, find_code(text, block)) for text in texts], log_extra, log_metric)
-        return [(-penalty if acts else 0.0) if penalty else None for acts in found]
+        return [(-charge if acts else 0.0) if charge else None for acts in found]
 
     score.__name__ = "hack_monitor"
     return score
