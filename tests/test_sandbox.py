@@ -68,9 +68,6 @@ def test_outside_of_a_sandbox_the_same_look_finds_holes() -> None:
         os.dup2(reading, 0)
         stack.callback(os.dup2, kept, 0)
         found = look_for_holes()
-    Path("/hole").unlink(missing_ok=True)
-    for place in ("/usr", "/dev", "/etc", os.path.dirname(os.__file__)):
-        Path(place, "hole").unlink(missing_ok=True)
     assert "read standard input" in found
     assert any(hole.startswith("see ") for hole in found)
 
