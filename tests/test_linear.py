@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_toolbox.models.linear import fast_linear, packed_linear
 from grpo_toolbox.onednn import blocked, multiply, suits, works
@@ -102,3 +103,84 @@ def test_a_packed_layer_keeps_the_weights_it_was_packed_with():
     with torch.no_grad(), packed_linear(module, 4):
         module.weight.add_(1)
         torch.testing.assert_close(module(x), before, atol=1e-5, rtol=0)
+
+
+# ---- gated MLPs ------------------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """The MLP of Llama and most others."""
+
+    act = staticmethod(silu)
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = layer(260, 300, bias)
+        self.up_proj = layer(260, 300, bias)
+        self.up_proj.weight.data = self.up_proj.weight.data.roll(7, dims=1)  # not the gate's
+        self.down_proj = layer(300, 260, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Gelu(Gated):
+    """The same names, another function (Gemma's)."""
+
+    act = staticmethod(gelu)
+
+
+class Routed(Gated):
+    """The same names, another signature."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x) * weights
+
+
+def test_a_gated_mlp_keeps_two_wide_activations_and_gives_the_same_gradients():
+    """Kept per token: 260 of x, 300 each of G·x and U·x; the plain one keeps silu(G·x) and the product, too."""
+    mlp, x = Gated(), states(1, 50, 260)
+
+    def gradients(block: Any) -> tuple[tuple[Tensor, ...], int]:
+        kept: dict[int, int] = {}
+
+        def keep(saved: Tensor) -> Tensor:
+            if saved.shape[-2:-1] == (50,):
+                kept[saved.data_ptr()] = saved.shape[-1]
+            return saved
+
+        leaf = x.clone().requires_grad_()
+        with block, torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            output = mlp(leaf)
+        return (output, *torch.autograd.grad(output.square().sum(), (leaf, *mlp.parameters()))), sum(kept.values())
+
+    plain, wide = gradients(torch.enable_grad())
+    ours, narrow = gradients(fast_linear(mlp))
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+    assert (wide, narrow) == (260 + 4 * 300, 260 + 2 * 300)
+
+
+@pytest.mark.parametrize("mlp", [Gelu(), Gated(bias=True), Routed()], ids=["gelu", "bias", "signature"])
+def test_what_only_looks_like_a_gated_mlp_runs_as_it_is(mlp):
+    x = states(1, 5, 260)
+    more = (torch.full((260,), 0.5),) if isinstance(mlp, Routed) else ()
+    plain = mlp(x, *more)
+    with fast_linear(mlp):
+        assert "forward" not in vars(mlp)
+        torch.testing.assert_close(mlp(x, *more), plain, atol=1e-5, rtol=0)
+
+
+def test_a_frozen_gated_mlp_passes_the_gradient_on():
+    mlp, x = Gated().requires_grad_(False), states(1, 5, 260).requires_grad_()
+    (plain,) = torch.autograd.grad(mlp(x).sum(), x)
+    with fast_linear(mlp):
+        (ours,) = torch.autograd.grad(mlp(x).sum(), x)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
+
+
+def test_llama_s_mlp_is_one():
+    config = AutoConfig.for_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1, vocab_size=10)
+    model = AutoModelForCausalLM.from_config(config)
+    with fast_linear(model):
+        assert "forward" in vars(model.model.layers[0].mlp)

@@ -12,15 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from grpo_toolbox.onednn import blocked, multiply, suits
 
 
 @contextmanager
 def fast_linear(model: nn.Module) -> Iterator[None]:
-    """Run the large linear layers of `model` through oneDNN inside the block, gradients included."""
-    with _forwards(model, _FastForward):
+    """Run the large linear layers of `model` through oneDNN inside the block, gradients included.
+
+    Gated MLPs whose three layers are plain keep two of their four wide activations for backward, and compute the
+    others again.
+    """
+    with _forwards(model, _FastForward), _gated(model):
         yield
 
 
@@ -80,6 +84,82 @@ class _Linear(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         grad_weight = rows.T @ x.flatten(0, -2) if wants_weight else None
         return grad_x, grad_weight, rows.sum(dim=0) if wants_bias else None
+
+
+class _Gated(torch.autograd.Function):
+    """y = D·(silu(G·x) ∘ U·x): keeps x, G·x and U·x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gated, raised = multiply(x, gate), multiply(x, up)
+        ctx.save_for_backward(x, gated, raised, gate, up, down)
+        return multiply(silu(gated).mul_(raised), down)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gated, raised, gate, up, down = ctx.saved_tensors
+        wants_x, *wanted = ctx.needs_input_grad
+        opened, inner = silu(gated), multiply(grad, down.T)
+        of_up = inner * opened
+        of_gate = torch.ops.aten.silu_backward(inner.mul_(raised), gated)
+        hidden = opened.mul_(raised) if wanted[2] else opened
+        pairs = ((of_gate, x), (of_up, x), (grad, hidden))
+        weights = [
+            left.flatten(0, -2).T @ right.flatten(0, -2) if wants else None
+            for (left, right), wants in zip(pairs, wanted, strict=True)
+        ]
+        return multiply(of_gate, gate.T).add_(multiply(of_up, up.T)) if wants_x else None, *weights
+
+
+class _GatedForward:
+    """What a gated MLP does in place of its own `forward` while gradients are wanted."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, x: Tensor) -> Any:
+        module = self._module
+        if not (_is_plain(x) and torch.is_grad_enabled()):
+            kind: Any = type(module)
+            return kind.forward(module, x)
+        return _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
+
+
+@contextmanager
+def _gated(model: nn.Module) -> Iterator[None]:
+    changed = [module for module in model.modules() if "forward" not in vars(module) and _is_gated_mlp(module)]
+    try:
+        for module in changed:
+            vars(module)["forward"] = _GatedForward(module)
+        yield
+    finally:
+        for module in changed:
+            vars(module).pop("forward", None)
+
+
+def _is_gated_mlp(module: Any) -> bool:
+    """Whether `module` computes D·(silu(G·x) ∘ U·x) with three large layers without bias: by name, then by trial."""
+    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    plain = [layer for layer in layers if type(layer) is nn.Linear and layer.bias is None and suits(layer.weight)]
+    return len(plain) == 3 and _computes_a_gated_mlp(type(module), module)
+
+
+_TRIED: dict[type, bool] = {}
+
+
+@torch.no_grad()
+def _computes_a_gated_mlp(kind: Any, module: Any) -> bool:
+    if kind not in _TRIED:
+        width = module.gate_proj.in_features
+        x = torch.linspace(-1, 1, 3 * width).reshape(1, 3, width)
+        try:
+            theirs = kind.forward(module, x)
+        except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes more than hidden states
+            theirs = torch.full((), torch.nan)
+        ours = _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
+        same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-4 * float(ours.abs().max()))
+        _TRIED[kind] = same
+    return _TRIED[kind]
 
 
 def _is_plain(x: Tensor) -> bool:
