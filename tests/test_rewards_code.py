@@ -168,6 +168,10 @@ SUITES: dict[str, tuple[str, str]] = {
         "import pytest\nwith pytest.raises(Broke, match='3 short'):\n    pay(3)\n"
         "with pytest.raises(ValueError):\n    pay(3)",
     ),
+    "a class of its own, passed back": (
+        "class A: pass\nclass E(Exception): pass\ndef make(kind): return kind().__class__.__name__",
+        "assert make(A) == 'A' and make(E) == 'E'",
+    ),
     "a class": (
         "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
         "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n"

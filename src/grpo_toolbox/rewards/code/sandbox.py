@@ -180,7 +180,7 @@ def _bubblewrap_arguments(limits: Limits, shown: View, root: bool) -> list[str]:
     # root needs no user namespace, and without one its sandboxes have numbers of their own, which limits hold for
     arguments += ["--cap-drop", "ALL", *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")[: 4 * root]]
     arguments += [] if root else ["--unshare-user"]
-    arguments += ["--die-with-parent", "--new-session"]
+    arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     for place, source in shown.binds.items():
         for parent in reversed(Path(place).parents[:-1]):
             arguments += ["--dir", str(parent)]

@@ -47,6 +47,7 @@ def confine(plan: dict[str, Any]) -> None:
     _fork_and_wait()  # the child is the first process of the new process tree
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     _raise_loopback()
+    _check(_libc.sethostname(b"sandbox", 7), "sethostname")
     _build_root(plan)
     if plan["user"] is not None:
         os.setgroups([])
@@ -124,7 +125,7 @@ def _build_root(plan: dict[str, Any]) -> None:
     for target, name in (("/proc/self/fd", "fd"), ("fd/0", "stdin"), ("fd/1", "stdout"), ("fd/2", "stderr")):
         os.symlink(target, f"{root}/dev/{name}")
     for name, size in (("tmp", plan["tmp_bytes"]), ("dev/shm", plan["tmp_bytes"] // 4)):
-        _mount("tmp", f"{root}/{name}", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},mode=1777")
+        _mount("tmp", f"{root}/{name}", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=65536,mode=1777")
     _show_processes(f"{root}/proc")
     os.chdir(root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
