@@ -5,8 +5,8 @@
     python benchmarks/steps.py --tune A,C        # which micro-batch TRL likes best
 
 Both sides do the same work: model, prompts, group size, completion lengths, rewards, AdamW, precision, one optimizer
-step per batch. Our micro-batches are the default of `trainer.micro_batch_tokens`; TRL's are its fastest, and of equally fast
-ones those that take least memory.
+step per batch. Our micro-batches are the default of `trainer.micro_batch_tokens`; TRL's are its fastest, and of equally
+fast ones those that take least memory.
 """
 
 from __future__ import annotations
