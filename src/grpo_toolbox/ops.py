@@ -87,7 +87,7 @@ class _HeadLogps(torch.autograd.Function):
         if expected is not None and not with_entropy:
             return (weight[labels] - expected) * (grad_logps / ctx.temperature)[:, None], None, None, None, None
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = _at_least_float32(torch.zeros_like(weight)) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
         logits = grad = None
         for index, part in enumerate(_chunks(len(hidden), ctx.chunk)):
             if index < len(kept):
@@ -102,9 +102,11 @@ class _HeadLogps(torch.autograd.Function):
                 grad -= probs * (log_probs + entropy[part, None]) * grad_entropy[part, None]
             down = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = _product(down, weight.T)
-            if grad_weight is not None:
-                _add_product(grad_weight, down.T, hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+            if ctx.needs_input_grad[1]:
+                grad_weight = _added_product(grad_weight, down.T, hidden[part])
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -136,12 +138,11 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor |
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right, without a product of its own where the precision is the same."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _added_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return total + left · right in float32 or better, in place of `total` where there is one."""
+    if total is None:
+        return _at_least_float32(left @ right)
+    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
 def head_logps_and_entropy(

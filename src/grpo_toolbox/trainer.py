@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from grpo_toolbox.checkpoint import capture_rng, copy_parameters, restore_rng, save_checkpoint
 from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.experience import batch_of, from_state, next_experience, to_state
@@ -163,7 +165,7 @@ def _save(run: Run) -> None:
         return
     state = {
         **run.snapshot,
-        "parameters": {name: value for name, value in run.policy.named_parameters() if value.requires_grad},
+        "parameters": _trained(run),
         "optimizer": run.optimizer.state_dict(),
         "best": run.best,
         "owed": run.owed,
@@ -177,13 +179,18 @@ def _save(run: Run) -> None:
     run.saved = run.finished
 
 
+def _trained(run: Run) -> dict[str, nn.Parameter]:
+    """Return by name what the optimizer moves; `requires_grad` is off for an instant while an adapter is disabled."""
+    moved = {id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]}
+    return {name: value for name, value in run.policy.named_parameters() if id(value) in moved}
+
+
 def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) -> None:
     """Put a checkpoint's state into a freshly built run; the next step continues as if it had never stopped.
 
     Without `load_optimizer` its moments start from zero.
     """
-    parameters = {name: value for name, value in run.policy.named_parameters() if value.requires_grad}
-    copy_parameters(parameters, state["parameters"], "model", "model.* settings")
+    copy_parameters(_trained(run), state["parameters"], "model", "model.* settings")
     if load_optimizer:
         run.optimizer.load_state_dict(state["optimizer"])
     run.data.load_state_dict(state["data"])
