@@ -18,6 +18,7 @@ from grpo_toolbox.rewards.answers import (
     same_answer,
     whole_text,
 )
+from grpo_toolbox.rewards.golds import FORMS, answer_golds, from_pattern
 from grpo_toolbox.rewards.signatures import declare
 from grpo_toolbox.rewards.text import compile_pattern, completion_text, without_stop_tokens
 
@@ -43,6 +44,7 @@ def exact_match(
         same=partial(same_answer, ignore_case=ignore_case),
         wanted="a number" if extract == "last_number" else "not empty",
         setting=f"reward.extract={extract}",
+        write=_writer(extract, pattern),
     )
 
 
@@ -54,12 +56,13 @@ def comparison(
     same: Callable[[T, T], bool],
     wanted: str,
     setting: str,
+    write: Callable[[str], str | None],
 ) -> Callable[..., list[float | None]]:
     """A reward that compares the answer in a completion with the one in a data column.
 
     `gold_of` reads the column: None where there is no answer that could be met; TypeError for a value of a wrong type.
     `answer_in` finds the answer in the completion's text. Messages call a gold answer `wanted`, and what was set
-    `setting`.
+    `setting`. `write` puts an answer into a completion as it should stand there.
     """
 
     def score(
@@ -78,6 +81,9 @@ def comparison(
 
     declare(score, name, ["completions", column])
     score.check_rows = partial(_check_golds, column, gold_of, wanted, setting)  # type: ignore[attr-defined]
+    score.golds = answer_golds(  # type: ignore[attr-defined]
+        lambda row: None if gold_of(row[column]) is None else gold_answer(row[column]), write
+    )
     return score
 
 
@@ -93,6 +99,19 @@ def _extraction(extract: str, pattern: str | None) -> Callable[[str], str | None
     if pattern is None:
         raise ConfigError("reward.extract=regex needs reward.pattern, such as reward.pattern='Answer: (\\S+)'.")
     return last_match(compile_pattern(pattern))
+
+
+def _writer(extract: str, pattern: str | None) -> Callable[[str], str | None]:
+    """Put an answer where `extract` looks for it; of a pattern only where a text that it matches can be guessed."""
+    if pattern is None:
+        return FORMS[{"last_number": "sentence", "whole": "bare"}.get(extract, extract)]
+    find = last_match(compile_pattern(pattern))
+
+    def write(answer: str) -> str | None:
+        tried = (from_pattern(pattern, answer), *(form(answer) for form in FORMS.values()))
+        return next((text for text in tried if (find(text) or "").strip() == answer), None)
+
+    return write
 
 
 def _check_golds(

@@ -21,6 +21,7 @@ from grpo_toolbox.rewards.answers import (
     own_turn,
 )
 from grpo_toolbox.rewards.exact import comparison
+from grpo_toolbox.rewards.golds import FORMS
 from grpo_toolbox.rewards.maths.latex import Unreadable
 from grpo_toolbox.rewards.maths.nodes import Named, Value
 from grpo_toolbox.rewards.maths.reading import readings
@@ -47,6 +48,7 @@ def numeric(require_marker: bool = False, column: str = "answer") -> Callable[..
         same=operator.eq,
         wanted="a number",
         setting="reward=numeric",
+        write=FORMS["hash"],
     )
 
 

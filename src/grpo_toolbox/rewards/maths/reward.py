@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError, DataError, unknown_option
+from grpo_toolbox.rewards.golds import FORMS, answer_golds
 from grpo_toolbox.rewards.maths.final_answer import FALLBACKS, final_answer, gold_formula
 from grpo_toolbox.rewards.maths.grading import ask, gold_nodes, grade, read_without_algebra
 from grpo_toolbox.rewards.signatures import declare
@@ -57,6 +58,7 @@ def math_reward(
 
     declare(score, "math", ["completions", column])
     score.check_rows = partial(_check_rows, column, timeout)  # type: ignore[attr-defined]
+    score.golds = answer_golds(lambda row: gold_formula(row[column]), FORMS["boxed"])  # type: ignore[attr-defined]
     score.tolerant = True  # type: ignore[attr-defined] # no answer that a model writes may stop the run
     score.offline = True  # type: ignore[attr-defined]
     return score
