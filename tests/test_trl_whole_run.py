@@ -78,12 +78,17 @@ def given_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[floa
 class Replay:
     """An engine that hands out the given completions."""
 
-    def generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[Rollout]:
-        return [
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_finished=lambda row, one: None
+    ) -> list[Rollout]:
+        rollouts = [
             Rollout(prompt, tuple(ids), (-1.0,) * len(ids), "stop" if ids[-1] == END else "length", "")
             for prompt in prompts
             for ids in COMPLETIONS[str(prompt.text)][:group_size]
         ]
+        for row, one in enumerate(rollouts):
+            on_finished(row, one)
+        return rollouts
 
     def sync(self) -> int:
         return 0
