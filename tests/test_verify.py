@@ -17,16 +17,18 @@ from torch import nn
 
 from command_line import Result, toolbox
 from grpo_toolbox import experience, objectives, update
+from grpo_toolbox import verify as verifying
 from grpo_toolbox.config import build
 from grpo_toolbox.measure import draw_sample
 from grpo_toolbox.models import forward
+from grpo_toolbox.models.forward import eval_mode
 from grpo_toolbox.ops import Denominators
-from grpo_toolbox.rewards import exact, exact_match
-from grpo_toolbox.rewards.contract import Component
+from grpo_toolbox.rewards import answers, exact, exact_match
+from grpo_toolbox.rewards.component import Component
 from grpo_toolbox.rewards.selftest import Trial, try_grader
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Prompt
-from grpo_toolbox.verify import CHECKS, Finding, verify
+from grpo_toolbox.verify import CHECKS, Finding, look, verify
 from toolbox_runs import SMALL, built_run, differences
 
 Patch = pytest.MonkeyPatch
@@ -64,6 +66,10 @@ def failed(result: Result) -> set[str]:
         ["objective=dr_grpo", "objective.kl_target=0.1", "objective.beta=0.1", "objective.top_entropy_quantile=0.2"],
         ["model.lora.r=2", "objective.beta=0.04", "objective.kl=k1", "trainer.micro_batch_tokens=8", WARM],
         ["objective=vespo", "rollout.steps_per_generation=2", "data.path=builtin:additions?digits=2&max_sum=99"],
+        ["method=gspo", "rollout.prompts_per_step=1", "trainer.precision=bfloat16"],
+        ["method=ppo", "rollout.group_size=1"],
+        ["method=rloo", "model.lora.r=2", "trainer.ppo_epochs=3", "trainer.precision=bfloat16"],
+        ["advantage=rloo", "objective.kl_in=reward", "objective.kl=k3", "objective.beta=0.01", WARM],
     ],
     ids=lambda overrides: overrides[0],
 )
@@ -100,7 +106,9 @@ def test_what_does_not_apply_is_skipped_and_says_why() -> None:
     assert "no reference: objective.beta is 0" in lines
     assert "this run is padded" in lines
     assert "no part of the reward compares with the data" in lines
-    assert lines.count("skipped") == 3
+    assert "there is none: objective.kl_in is loss, or beta 0" in lines
+    assert "there are none: every rollout is trained once" in lines
+    assert lines.count("skipped") == 5
     assert "no row is skipped: each has a KL or a bonus" in verified("objective.beta=0.1").out
 
 
@@ -221,6 +229,41 @@ def rows_with_a_gradient_are_skipped(patch: Patch, run: Run) -> None:
     wrap(patch, update, "rows_with_gradient", lambda right, batch: right(batch)[:-1])
 
 
+def every_pass_starts_from_its_own_policy(patch: Patch, run: Run) -> None:
+    def wrong(right: Any, objective: Any, *, old_logps: Any, **rest: Any) -> Any:
+        return right(objective, old_logps=None, **rest)
+
+    wrap(patch, update, "loss_and_terms", wrong)
+
+
+def later_passes_have_the_log_probs_of_other_rows(patch: Patch, run: Run) -> None:
+    def wrong(right: Any, objective: Any, *, old_logps: Any, **rest: Any) -> Any:
+        return right(objective, old_logps=None if old_logps is None else old_logps.flip(0), **rest)
+
+    wrap(patch, update, "loss_and_terms", wrong)
+
+
+def later_portions_have_the_log_probs_of_other_rows(patch: Patch, run: Run) -> None:
+    def wrong(right: Any, run: Run, learnt: Any) -> Any:
+        batch = right(run, learnt)
+        return replace(batch, old_logps=batch.old_logps.flip(0)) if learnt.off_policy else batch
+
+    wrap(patch, verifying, "batch_of", wrong)
+
+
+def kl_of_the_token_before(patch: Patch, run: Run) -> None:
+    wrap(patch, update, "kl_penalty", lambda right, *args: right(*args).roll(1, dims=1))
+
+
+def kl_without_its_weight(patch: Patch, run: Run) -> None:
+    wrap(patch, update, "kl_penalty", lambda right, objective, *args: right(objective, *args) / objective.beta)
+
+
+def kl_that_the_estimator_does_not_see(patch: Patch, run: Run) -> None:
+    right = run.advantage
+    run.advantage = lambda rewards, components: right(components.sum(-1))
+
+
 def parameters_that_never_move(patch: Patch, run: Run) -> None:
     run.policy.register_parameter("forgotten", nn.Parameter(torch.ones(3)))
 
@@ -237,11 +280,11 @@ def nan_gets_through_the_mask(patch: Patch, run: Run) -> None:
 
 
 def grader_that_finds_nothing(patch: Patch, run: Run) -> None:
-    patch.setattr(exact, "find_answer", lambda text, read: None)
+    patch.setattr(exact, "without_stop_tokens", lambda text: "")
 
 
 def grader_that_accepts_anything(patch: Patch, run: Run) -> None:
-    patch.setattr(exact, "same_answer", lambda *_: True)
+    patch.setattr(answers, "as_number", lambda text: 1)
 
 
 def nothing(patch: Patch, run: Run) -> None:
@@ -265,6 +308,16 @@ BUGS: list[tuple[Plant, list[str], set[str]]] = [
     (parameters_that_never_move, [], {"gradient"}),
     (advantages_of_other_rows, [], {"order"}),
     (nan_gets_through_the_mask, [], {"masks"}),
+    (every_pass_starts_from_its_own_policy, ["trainer.ppo_epochs=2"], {"later steps"}),
+    (every_pass_starts_from_its_own_policy, ["method=gspo", "rollout.prompts_per_step=1"], {"later steps"}),
+    (every_pass_starts_from_its_own_policy, ["trainer.ppo_epochs=2", "trainer.precision=bfloat16"], {"later steps"}),
+    (later_passes_have_the_log_probs_of_other_rows, ["trainer.ppo_epochs=2"], {"later steps"}),
+    (later_portions_have_the_log_probs_of_other_rows, ["method=gspo", "rollout.prompts_per_step=1"], {"later steps"}),
+    (engine_reports_temperature_1, [WARM, "method=gspo", "rollout.prompts_per_step=1"], {"sampler", "later steps"}),
+    (kl_of_the_token_before, ["method=rloo"], {"KL in the reward"}),
+    (kl_without_its_weight, ["method=reinforce_pp"], {"KL in the reward"}),
+    (kl_that_the_estimator_does_not_see, ["method=rloo"], {"KL in the reward"}),
+    (reference_that_is_the_policy, ["method=rloo"], {"reference"}),
     (grader_that_finds_nothing, [], {"grader"}),
     (grader_that_accepts_anything, [], {"grader"}),
     (nothing, ["reward.extract=regex", r"reward.pattern='= *(\d+) *eggs'"], {"grader"}),
@@ -275,19 +328,27 @@ BUGS: list[tuple[Plant, list[str], set[str]]] = [
 @pytest.mark.parametrize(
     ("plant", "overrides", "caught_by"), BUGS, ids=[f"{one.__name__} {two}" for one, two, _ in BUGS]
 )
-def test_a_planted_bug_is_caught(monkeypatch: Patch, plant: Plant, overrides: list[str], caught_by: set[str]) -> None:
+def test_a_planted_bug_is_caught(
+    monkeypatch: Patch, tmp_path: Path, plant: Plant, overrides: list[str], caught_by: set[str]
+) -> None:
     """Planted after the build, which tries the packed layout and would give way to padding."""
-    right = build.build_run
+    run = built_run(*SMALL, *overrides, f"run_dir={tmp_path / 'run'}")
+    plant(monkeypatch, run)
+    with eval_mode(run.policy):
+        sample = draw_sample(run)
+        findings = [look(name, run, sample) for name in sorted(caught_by)]
+    assert [finding.passed for finding in findings] == [False] * len(caught_by), findings
 
-    def build_and_plant(*args: Any) -> Run:
-        run = right(*args)
-        plant(monkeypatch, run)
-        return run
 
-    monkeypatch.setattr(build, "build_run", build_and_plant)
-    result = verified(*overrides)
-    assert result.code == 1, result.out
-    assert caught_by <= failed(result), result.out
+def test_a_failure_is_the_commands(monkeypatch: Patch) -> None:
+    wrap(monkeypatch, build, "build_run", lambda right, *args: _without_the_stop_token(monkeypatch, right(*args)))
+    result = verified()
+    assert (result.code, failed(result)) == (1, {"masks"}), result.out
+
+
+def _without_the_stop_token(patch: Patch, run: Run) -> Run:
+    mask_without_the_stop_token(patch, run)
+    return run
 
 
 def test_bugs_of_one_place_are_caught_there_alone(monkeypatch: Patch) -> None:
@@ -302,9 +363,28 @@ def _broken(patch: Patch, run: Run) -> Run:
     return run
 
 
+def test_where_no_completion_ends_one_is_ended(tmp_path: Path) -> None:
+    """Completions are cut short here: of answers of hundreds of tokens none would show whether stopping is trained."""
+    run = built_run(*SMALL, f"run_dir={tmp_path / 'run'}")
+    run.sampling = replace(run.sampling, max_new_tokens=8, min_new_tokens=8)
+    with eval_mode(run.policy):
+        sample = draw_sample(run)
+    (ended,) = [one for one in sample.rollouts if one.finish_reason == "stop"]
+    model: Any = run.policy
+    assert (len(ended.ids), ended.ids[-1]) == (5, model.generation_config.eos_token_id)  # half of eight, and an end
+    assert torch.allclose(sample.logps[0, :5], torch.tensor(ended.logps), atol=1e-5)
+
+
+def test_what_a_failure_means_stands_below_the_table(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(exact, "without_stop_tokens", lambda text: "")
+    *_, meaning, last = verified().out.splitlines()
+    assert meaning.startswith("grader: the reward does not tell right answers from wrong ones")
+    assert last == "14 checks, 1 failed: grader"
+
+
 def test_a_failure_is_explained(monkeypatch: Patch) -> None:
     run = built_run(*SMALL, "run_dir=run")
-    monkeypatch.setattr(exact, "find_answer", lambda text, read: None)
+    monkeypatch.setattr(exact, "without_stop_tokens", lambda text: "")
     finding = CHECKS["grader"](run, draw_sample(run))
     assert finding == Finding(
         "grader",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_toolbox.cli.train import run_composed
 
 if TYPE_CHECKING:  # `--help` waits for neither OmegaConf nor torch nor rich
+    from rich.console import Console
+
     from grpo_toolbox.config.schema import RunConfig
     from grpo_toolbox.verify import Finding
 
@@ -20,8 +22,9 @@ Composes a run exactly as `toolbox train` does and checks it before the first st
 gradient of one update is taken in several ways that must agree, log-probs are compared with a plain Hugging Face
 forward and with the engine's, and the grader is shown right and wrong answers. Nothing is trained or written.
 
-Prints a table: check, measured, allowed, verdict, what a failure means. Exits with 1 if a check fails. Limits are those
-of rounding: gradients 1e-5 and log-probs 1e-4 in float32, 5e-2 and 0.3 in half precision.
+Prints a table: check, what must hold, what was measured (and what is allowed), verdict; below it what a failure means.
+Exits with 1 if a check fails. Limits are those of rounding: 1e-3 for gradients and log-probs in float32, 5e-2 and 0.3
+in half precision.
 
 `toolbox train --help` lists groups and keys. `resume=runs/<name>` takes that run's settings, at its start.
 
@@ -53,28 +56,42 @@ def _verify(checked: tuple[RunConfig, dict[str, Any]]) -> int:
     from grpo_toolbox.verify import verify
 
     info = RunInfo(config.name, Path(config.run_dir or config.name), config.trainer.max_steps, 1, plain)
-    findings = verify(build_run(config, inputs, info))
-    print_findings(findings)
+    console = _console()
+    with console.status("loading the model") as status:  # shown on a terminal alone
+        made = build_run(config, inputs, info)
+        findings = verify(made, lambda name: status.update(f"checking: {name}"))
+    print_findings(console, findings)
     return int(any(finding.passed is False for finding in findings))
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
-    """Print the findings as a table, and how many checks failed."""
-    from rich import box
+def _console() -> Console:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
+    return console
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Print the findings as a table, what each failure means, and how many there are."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from grpo_toolbox.verify import claim
+
     table = Table(box=box.SIMPLE_HEAD, show_lines=False)
-    for column in ("check", "measured", "allowed", "verdict", "what a failure means"):
+    for column in ("check", "what must hold", "measured (allowed)", "verdict"):
         table.add_column(column, no_wrap=column in ("check", "verdict"), overflow="fold")
     for finding in findings:
-        texts = [escape(text) for text in (finding.name, finding.measured, finding.allowed)]
-        table.add_row(*texts, _VERDICTS[finding.passed], escape(finding.meaning))
+        measured = f"{finding.measured} ({finding.allowed})" if finding.allowed else finding.measured
+        texts = [escape(text) for text in (finding.name, claim(finding.name), measured)]
+        table.add_row(*texts, _VERDICTS[finding.passed])
     console.print(table)
-    failed = [finding.name for finding in findings if finding.passed is False]
-    said = f"{len(findings)} checks, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else "")
+    failed = [finding for finding in findings if finding.passed is False]
+    for finding in failed:
+        console.print(f"[bold red]{escape(finding.name)}[/bold red]: {escape(finding.meaning)}")
+    said = f"{len(findings)} checks, {len(failed)} failed"
+    said += f": {', '.join(finding.name for finding in failed)}" if failed else ""
     console.print(escape(said), soft_wrap=True)
