@@ -56,7 +56,7 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
 
     store = ConfigStore.instance()
     store.store(name="schema", node=RunConfig, provider="grpo_toolbox")
-    overrides = [_readable(override) for override in args.overrides]
+    overrides = [readable(override) for override in args.overrides]
     if args.multirun:
         _check_sweep(overrides)
     with tempfile.TemporaryDirectory() as scratch:
@@ -71,7 +71,7 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
             raise explain(error) from error
 
 
-def _readable(override: str) -> str:
+def readable(override: str) -> str:
     """Quote a value that Hydra's grammar has no word for (`~/runs/a`, `<answer>.*</answer>`), so that it is text."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

@@ -12,7 +12,8 @@ from grpo_toolbox.errors import ToolboxError, suggest
 COMMANDS = {
     "train": "train a model: compose a run from YAML and overrides, and run it",
     "verify": "check a run's gradients, log-probs, masks and grader on its own model and data",
-    "traces": "summarise a run's rollouts: rewards, solve rates, lengths, repeats",
+    "reward": "check a run's reward on right and wrong answers, without a model",
+    "traces": "summarise a run's rollouts: rewards, solve rates, lengths, repeats; re-score them",
     "memory": "export the best verified completions of a run as SFT rows",
     "models": "fetch and list the models that come without a hub",
 }

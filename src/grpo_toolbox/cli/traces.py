@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_toolbox.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # `--help` does not wait for rich
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -20,6 +21,8 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.prompts < 1:
         raise ConfigError(f"--prompts {args.prompts} is not an option: it takes a whole number of at least 1.")
+    if args.rescore:
+        return _rescore(find_actions(args.path), args)
     from grpo_toolbox.callbacks.trace_summary import summarise
 
     summary = summarise(find_actions(args.path), args.prompts, args.reward)
@@ -27,6 +30,24 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps(summary, ensure_ascii=False, indent=2))
     else:
         print_tables(summary)
+    return 0
+
+
+def _rescore(actions: Path, args: argparse.Namespace) -> int:
+    from grpo_toolbox.cli.rescore import change_lines, example_table, named_reward, rescore, run_config
+
+    if args.reward is not None:
+        raise ConfigError(f"--reward {args.reward} goes without --rescore: reward=… stands behind --rescore.")
+    report = rescore(actions, named_reward(args.rescore, run_config(actions)), args.prompts)
+    if args.json:
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+        return 0
+    console = _console()
+    for line in change_lines(report):
+        console.print(line, soft_wrap=True, markup=False)
+    if report["examples"]:
+        console.print()
+        console.print(example_table(report))
     return 0
 
 
@@ -41,11 +62,7 @@ def find_actions(path: Path) -> Path:
 
 def print_tables(summary: Mapping[str, Any]) -> None:
     """Print a summary (see `summarise`) as tables, a hundred columns wide where stdout is not a terminal."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 100)
+    console = _console()
     for line in _overview(summary):
         console.print(line, soft_wrap=True, markup=False)
     console.print()
@@ -57,6 +74,15 @@ def print_tables(summary: Mapping[str, Any]) -> None:
         console.print(_prompts("easiest prompts", summary["easiest"]))
     if summary["repeats"]["texts"]:
         console.print(_repeats(summary))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)
+    return console
 
 
 def _overview(summary: Mapping[str, Any]) -> list[str]:
@@ -138,9 +164,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Summarise the rollouts of a run: rewards, lengths, prompts by difficulty, repeats.",
     )
     parser.add_argument("path", type=Path, help="runs/<name>/traces, the run folder, or an actions.jsonl")
-    parser.add_argument("--prompts", type=int, default=5, metavar="N", help="prompts shown at each end (default: 5)")
+    parser.add_argument(
+        "--prompts", type=int, default=5, metavar="N", help="prompts shown at each end, or examples (default: 5)"
+    )
     parser.add_argument(
         "--reward", metavar="NAME", help="component whose value >= 1 means correct (default: the first)"
+    )
+    parser.add_argument(
+        "--rescore",
+        nargs="+",
+        metavar="reward=…",
+        help="score the rollouts again with reward=<name> reward.<key>=<value> (without a name: the run's reward with"
+        " other keys) and show what would have changed: rewards, signs of advantages, groups with a spread",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     return parser

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_toolbox.callbacks import Callback, build_callbacks
-from grpo_toolbox.config.schema import RolloutConfig, RunConfig
+from grpo_toolbox.config.schema import DataConfig, RolloutConfig, RunConfig
 from grpo_toolbox.data import load_rows
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.paths import resolve_model_path
@@ -32,8 +32,22 @@ def check_inputs(config: RunConfig) -> Inputs:
     """Return the checked inputs after the reward, the callbacks, the model path and the data have been looked at."""
     resolve_model_path(config.model.path)
     callbacks = build_callbacks(config.callbacks)
-    data = config.data
-    rows, eval_rows = load_rows(
+    rows, eval_rows = read_data(config.data)
+    wanted = prompts_per_generation(config.rollout)
+    if len(rows) < wanted:
+        named = "rollout.prompts_per_step" + (
+            " × rollout.steps_per_generation" if wanted > config.rollout.prompts_per_step else ""
+        )
+        raise ConfigError(
+            f"the data has {len(rows)} rows and one batch takes {named}={wanted}: lower it, or give more data."
+        )
+    reward = None if _loads_a_model(config.reward) else fitting_reward(config, [*rows, *eval_rows])
+    return Inputs(rows, eval_rows, callbacks, reward)
+
+
+def read_data(data: DataConfig) -> tuple[Rows, Rows]:
+    """Read the rows to train on and those to evaluate on."""
+    return load_rows(
         path=data.path,
         subset=data.subset,
         split=data.split,
@@ -46,16 +60,6 @@ def check_inputs(config: RunConfig) -> Inputs:
         prompt_column=data.columns.prompt,
         answer_column=data.columns.answer,
     )
-    wanted = prompts_per_generation(config.rollout)
-    if len(rows) < wanted:
-        named = "rollout.prompts_per_step" + (
-            " × rollout.steps_per_generation" if wanted > config.rollout.prompts_per_step else ""
-        )
-        raise ConfigError(
-            f"the data has {len(rows)} rows and one batch takes {named}={wanted}: lower it, or give more data."
-        )
-    reward = None if _loads_a_model(config.reward) else fitting_reward(config, [*rows, *eval_rows])
-    return Inputs(rows, eval_rows, callbacks, reward)
 
 
 def prompts_per_generation(rollout: RolloutConfig) -> int:

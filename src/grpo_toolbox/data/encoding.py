@@ -38,7 +38,7 @@ def encode_prompts(
     dropped and counted, but never cut. Raises DataError when nothing is left.
     """
     template_kwargs = dict(chat_template_kwargs or {})
-    prompts = [_conversation(row["prompt"], chat, system_prompt) for row in rows]
+    prompts = [conversation(row["prompt"], chat, system_prompt) for row in rows]
     _check_templates(prompts, tokenizer, template_kwargs, tools, system_prompt)
     texts = []
     for index, prompt in enumerate(prompts):
@@ -128,7 +128,8 @@ def warn_if_prompts_differ(trained: Mapping[str, Any], evaluated: Mapping[str, A
     return bool(differing)
 
 
-def _conversation(prompt: str | list[Message], chat: bool, system_prompt: str | None) -> str | list[Message]:
+def conversation(prompt: str | list[Message], chat: bool, system_prompt: str | None) -> str | list[Message]:
+    """Return a prompt as rewards see it: text stays text unless `chat`; messages begin with the system prompt."""
     if isinstance(prompt, str) and not chat:
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -55,6 +55,8 @@ class Golds:
     """Completions with another answer in the same form, by what was changed."""
     open: Callable[[Row], Mapping[str, str]] = nothing
     """Completions that may count or not, as the reward's rules say: they are shown and never judged."""
+    answer: Callable[[Row], str | None] | None = None
+    """The gold answer alone, as text, where it is one: two answers that are equal may be written differently."""
 
 
 def answer_golds(answer_of: Callable[[Row], str | None], write: Callable[[str], str | None]) -> Golds:
@@ -81,7 +83,7 @@ def answer_golds(answer_of: Callable[[Row], str | None], write: Callable[[str], 
         digits = f"{int(number):,}.00" if number.denominator == 1 else None
         return _present({"unit: kg": write(f"{answer} kg"), "digits: 1,234.00": digits and write(digits)}) | forms
 
-    return Golds(written, wrong, open_)
+    return Golds(written, wrong, open_, answer_of)
 
 
 def other_sign(answer: str) -> str | None:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
 
 from grpo_toolbox.rewards.answers import gold_answer, same_answer
 from grpo_toolbox.rewards.contract import Component, Reward
+from grpo_toolbox.rewards.golds import FORMS
 from grpo_toolbox.rewards.scoring import score_rollouts
 from grpo_toolbox.rewards.signatures import is_async, unwrapped
+from grpo_toolbox.rewards.trial_texts import last_message
 from grpo_toolbox.types import Prompt, Rollout
-
-FORMS: dict[str, Callable[[str], str]] = {
-    "bare": lambda answer: answer,
-    "boxed": lambda answer: rf"\boxed{{{answer}}}",
-    "hash": lambda answer: f"#### {answer}",
-    "sentence": lambda answer: f"The answer is {answer}.",
-    "label": lambda answer: f"Answer: {answer}",
-    "tags": lambda answer: f"<answer>{answer}</answer>",
-}
-"""Ways in which models write an answer; a grader reads some of them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,7 @@ def try_grader(grader: Component, prompts: Sequence[Prompt]) -> Trial | str:
     best = max(FORMS, key=lambda name: right[name])
     wrong = {
         "empty text": _accepted(grader, asked, [""] * len(asked)),
-        "the prompt": _accepted(grader, asked, [_last_message(prompt) for prompt in asked]),
+        "the prompt": _accepted(grader, asked, [last_message(prompt) for prompt in asked]),
     }
     others = [_another(answers, row) for row in range(len(answers))]
     differing = [(prompt, other) for prompt, other in zip(asked, others, strict=True) if other is not None]
@@ -89,8 +80,3 @@ def _another(answers: Sequence[str], row: int) -> str | None:
     """Return the next row's answer that is not this row's."""
     turned = [*answers[row + 1 :], *answers[:row]]
     return next((other for other in turned if not same_answer(other, answers[row])), None)
-
-
-def _last_message(prompt: Prompt) -> str:
-    text: Any = prompt.text if isinstance(prompt.text, str) else prompt.text[-1]["content"]
-    return text if isinstance(text, str) else str(text)

@@ -1,4 +1,4 @@
-"""Right and wrong programs for a row of hidden tests: what a data set's own solution is, or what a table of calls says."""
+"""Right and wrong programs for a row of hidden tests: the data's own solution, or what a table of calls says."""
 
 from __future__ import annotations
 
