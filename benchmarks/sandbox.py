@@ -55,7 +55,7 @@ def main(rounds: int) -> None:
     print(f"{'sandbox':12} {'tests':22} {'bare':>8} {'bare -S':>8} {'verdict':>8} {'over bare':>10} {'per second':>10}")
     for kind in BUILT_IN:
         try:
-            pool = open_pool(kind, Limits(), ready=os.cpu_count() or 1)
+            pool = open_pool(kind, Limits(), at_once=os.cpu_count() or 1)
         except ConfigError as error:
             print(f"{kind:12} {error}")
             continue

@@ -21,7 +21,7 @@ KINDS = tuple(BUILT_IN)
 @functools.cache
 def _opened(kind: str, limits: Limits) -> Pool | str:
     try:
-        return open_pool(kind, limits, ready=2)
+        return open_pool(kind, limits, at_once=2)
     except ConfigError as error:
         return str(error)
 

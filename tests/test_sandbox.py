@@ -180,6 +180,22 @@ def test_a_limit_holds(kind: str, code: str, status: set[str]) -> None:
     assert len(found.output.encode()) <= 64 << 10
 
 
+def test_time_in_which_nobody_ran_is_not_the_candidate_s() -> None:
+    """The process is stopped for a second and a half under a limit of one, while its candidate sleeps for 0.2."""
+    program = (
+        "import os, signal, subprocess, sys, threading\nfrom grpo_toolbox.rewards.code.canary import open_pool\n"
+        "from grpo_toolbox.rewards.code.judge import judge\n"
+        "from grpo_toolbox.rewards.code.problems import read_problem\n"
+        "from grpo_toolbox.rewards.code.records import Limits\npool = open_pool('auto', Limits(timeout=1.0), 1)\n"
+        f"code = 'import time\\ntime.sleep(0.2)\\n' + {DOUBLE!r}\n"
+        f"verdict = pool.submit(judge(pool, code, read_problem({TESTS!r})))\n"
+        "subprocess.Popen(['sh', '-c', f'sleep 0.1; kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}'])\n"
+        "print(verdict.result().status)\npool.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "passed", done.stderr
+
+
 @kinds
 def test_limits_of_one_candidate_do_not_touch_another(kind: str) -> None:
     """Eight programs of 12 processes each: all of them come up, though one limit is 16."""
@@ -283,7 +299,7 @@ def judge_hostile(kind: str, number: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with nothing_left(str(token), port):
-        pool = open_pool(kind, Limits(timeout=2.0), ready=2)
+        pool = open_pool(kind, Limits(timeout=2.0), at_once=2)
         boxes = []
         for index in range(number):
             code = HOSTILE[index % len(HOSTILE)].format(token=token, double=DOUBLE, port=port)
@@ -309,7 +325,7 @@ def test_a_thousand_hostile_programs_leave_no_process_no_file_no_port(kind: str)
 @kinds
 def test_a_pool_that_nobody_holds_ends_its_sandboxes(kind: str) -> None:
     sandboxes(kind)
-    pool = open_pool(kind, Limits(), ready=1)
+    pool = open_pool(kind, Limits(), at_once=1)
     boxes = [box.pid for box in pool.open]
     thread = pool.thread
     assert boxes
@@ -437,7 +453,7 @@ def test_g07_3_a_start_that_fails_is_repeated_and_one_real_verdict_is_enough(mon
             raise OSError("no memory")
         return await start(command)
 
-    fresh = Pool(shaky, view(False), Limits(), ready=1)
+    fresh = Pool(shaky, view(False), Limits(), at_once=1)
     found = verdict(fresh, "def double(n): return 0", TESTS)
     assert (found.status, found.passed) == ("failed", 0)
     assert failures == []
@@ -448,7 +464,7 @@ def test_a_sandbox_that_does_not_start_is_an_error_and_no_zero() -> None:
     async def never(command: Sequence[str]) -> Process:
         raise OSError("no memory")
 
-    pool = Pool(never, view(False), Limits(), ready=1)
+    pool = Pool(never, view(False), Limits(), at_once=1)
     with pytest.raises(SandboxError, match="no memory"):
         verdict(pool, DOUBLE, TESTS)
     pool.close()

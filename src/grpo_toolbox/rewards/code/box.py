@@ -7,12 +7,11 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_toolbox.rewards.code.records import Limits
 from grpo_toolbox.rewards.code.sandbox import Process, children
@@ -21,8 +20,11 @@ MOST_PATIENCE = 3.0
 """Most time waited for a busy machine, in multiples of the candidate's own time."""
 _MEGABYTE = 1 << 20
 _WATCH_SECONDS = 0.05
+_STEP_SECONDS = 0.25
 _OWN_PROCESSES = 4
 """Processes of a sandbox's own, at most."""
+
+T = TypeVar("T")
 
 
 class Ended(Exception):
@@ -195,27 +197,27 @@ def _resident(pid: int) -> int:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def within(seconds: float, boxes: Sequence[Box], work: Coroutine[Any, Any, Any]) -> Any:
-    """Await `work`; TimeoutError where it takes longer than `seconds`, not counting what anyone here waits for a CPU.
+async def within(seconds: float, boxes: Sequence[Box], work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; TimeoutError where it takes longer than `seconds`, not counting time that nobody had.
 
-    A busy machine is not the candidate's fault; but a candidate can keep the machine busy, so patience has an end.
+    Time in which this process did not run (it was stopped, or its threads had to wait) does not count, nor what the
+    boxes wait for a CPU. A busy machine is not the candidate's fault; but a candidate can keep the machine busy, so
+    patience with its own waiting has an end.
     """
     for box in boxes:
         box.start_clock()
-    own = f"self/task/{threading.get_native_id()}"
-    before = read_turns(own).waited
     task = asyncio.ensure_future(work)
     began = time.monotonic()
+    late = 0.0
     try:
-        while True:
-            starved = read_turns(own).waited - before + sum(box.starved() for box in boxes)
-            patience = min(starved, MOST_PATIENCE * seconds)
-            left = began + seconds + patience - time.monotonic()
-            if task.done() or left <= 0:
-                break
-            await asyncio.wait({task}, timeout=max(left, 0.01))
-        if not task.done():
-            raise TimeoutError
+        while not task.done():
+            patience = min(sum(box.starved() for box in boxes), MOST_PATIENCE * seconds)
+            left = began + seconds + late + patience - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            step, asleep = min(left, _STEP_SECONDS), time.monotonic()
+            await asyncio.wait({task}, timeout=step)
+            late += max(0.0, time.monotonic() - asleep - step)
         return task.result()
     finally:
         if not task.done():

@@ -73,7 +73,7 @@ def look_for_holes() -> list[str]:
     return holes
 
 
-def open_pool(sandbox: str, limits: Limits, ready: int, site_packages: bool = False) -> Pool:
+def open_pool(sandbox: str, limits: Limits, at_once: int, site_packages: bool = False) -> Pool:
     """Sandboxes of the kind that is asked for, each kind of program judged once: no run starts on a bad grader.
 
     `sandbox` is `auto` (bubblewrap where it works, else namespaces), one of BUILT_IN, or `my_module:my_sandbox`.
@@ -81,7 +81,7 @@ def open_pool(sandbox: str, limits: Limits, ready: int, site_packages: bool = Fa
     """
     limits.check()
     if ":" in sandbox:
-        return _plugged_in(sandbox, limits, ready)
+        return _plugged_in(sandbox, limits, at_once)
     if sandbox not in ("auto", *BUILT_IN):
         raise unknown_option("reward.sandbox", sandbox, ["auto", *BUILT_IN, "my_module:my_sandbox"])
     names: Sequence[str] = tuple(BUILT_IN) if sandbox == "auto" else (sandbox,)
@@ -89,13 +89,13 @@ def open_pool(sandbox: str, limits: Limits, ready: int, site_packages: bool = Fa
     shown = view(site_packages)
     for name in names:
         try:
-            return _tried(Pool(BUILT_IN[name](limits, shown), shown, limits, ready), walls=True)
+            return _tried(Pool(BUILT_IN[name](limits, shown), shown, limits, at_once), walls=True)
         except SandboxError as error:
             problems.append(f"{name}: {error}")
     raise ConfigError(f"reward.sandbox={sandbox} does not work here ({'; '.join(problems)}). {INSTALL}")
 
 
-def _plugged_in(sandbox: str, limits: Limits, ready: int) -> Pool:
+def _plugged_in(sandbox: str, limits: Limits, at_once: int) -> Pool:
     start = plug_in("reward.sandbox", sandbox)
     if not inspect.iscoroutinefunction(start) and not inspect.iscoroutinefunction(type(start).__call__):
         raise ConfigError(
@@ -103,7 +103,7 @@ def _plugged_in(sandbox: str, limits: Limits, ready: int) -> Pool:
         )
     shown = View("python3", {}, (), (), compiled=False)
     try:
-        return _tried(Pool(start, shown, limits, ready), walls=False)
+        return _tried(Pool(start, shown, limits, at_once), walls=False)
     except SandboxError as error:
         raise ConfigError(f"reward.sandbox={sandbox} does not work: {error}.") from error
 

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_toolbox.errors import ConfigError, DataError, ToolboxError, unknown_option
 from grpo_toolbox.rewards.code.canary import open_pool
 from grpo_toolbox.rewards.code.extraction import POLICIES, find_code
+from grpo_toolbox.rewards.code.golds import code_golds
 from grpo_toolbox.rewards.code.judge import judge
 from grpo_toolbox.rewards.code.monitor import HackWatch
 from grpo_toolbox.rewards.code.pool import Pool
@@ -55,7 +56,7 @@ def code(
         raise ConfigError(f"reward.concurrency={concurrency} must be at least 1, or null for one per CPU.")
     limits = Limits(timeout, cpu_seconds, memory_mb, processes, file_mb, output_kb)
     watch = HackWatch()
-    pool = open_pool(sandbox, limits, concurrency or os.cpu_count() or 1, site_packages)
+    pool = open_pool(sandbox, limits, concurrency or cpus(), site_packages)
 
     async def score(
         completions: Sequence[Any],
@@ -76,8 +77,14 @@ def code(
 
     _declare(score, column)
     score.check_rows = lambda rows: check_rows(column, rows)  # type: ignore[attr-defined]
+    score.golds = code_golds(column)  # type: ignore[attr-defined]
     score.pool = pool  # type: ignore[attr-defined]
     return score
+
+
+def cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 async def _verdict(

@@ -11,27 +11,29 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_toolbox.rewards.code.box import Box, Ended
+from grpo_toolbox.rewards.code.box import Box, Ended, within
 from grpo_toolbox.rewards.code.records import Limits, SandboxError
 from grpo_toolbox.rewards.code.sandbox import Sandbox, View, boot_command, harness
 
 START_SECONDS = 30.0
 ATTEMPTS = 3
+MOST_READY = 8
+"""Boxes that wait, at most; more than these may be at work."""
 JUDGING = "judging"
 
 
 class Pool:
     """Boxes that are ready, and the thread on whose event loop everything about sandboxes happens."""
 
-    def __init__(self, sandbox: Sandbox, shown: View, limits: Limits, ready: int) -> None:
+    def __init__(self, sandbox: Sandbox, shown: View, limits: Limits, at_once: int) -> None:
         self.sandbox = sandbox
         self.command = boot_command(shown.python)
         self.harness = harness(shown.compiled)
         self.paths = list(shown.packages)
         self.limits = limits
-        self.ready = ready
+        self.ready = min(at_once, MOST_READY)
         """How many boxes wait for candidates."""
-        self.turns = asyncio.Semaphore(ready)
+        self.turns = asyncio.Semaphore(at_once)
         self.waiting: deque[asyncio.Task[Box]] = deque()
         self.referees: list[Box] = []
         self.open: set[Box] = set()
@@ -101,20 +103,22 @@ class Pool:
             raise SandboxError(f"the sandbox cannot be started: {error}") from error
         box = Box(process, self.limits)
         self.open.add(box)
-        limits = {
-            name: getattr(self.limits, name) for name in ("cpu_seconds", "memory_mb", "processes", "file_mb", "files")
-        }
         try:
-            async with asyncio.timeout(START_SECONDS):
-                await box.send_line(self.harness)
-                await box.send({**limits, "paths": self.paths, "user": getattr(process, "user", None)})
-                await box.receive()
+            await within(START_SECONDS, (box,), self._greet(box))
         except (Ended, TimeoutError) as error:
             await self._close(box)
             said = box.printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
             waited = f"no interpreter after {time.monotonic() - began:.1f} s"
             raise SandboxError(f"the sandbox does not come up: {said[:300] or waited}") from error
         return box
+
+    async def _greet(self, box: Box) -> None:
+        """Send the harness and the limits, and wait until they hold."""
+        names = ("cpu_seconds", "memory_mb", "processes", "file_mb", "files")
+        limits = {name: getattr(self.limits, name) for name in names}
+        await box.send_line(self.harness)
+        await box.send({**limits, "paths": self.paths, "user": getattr(box.process, "user", None)})
+        await box.receive()
 
 
 async def _named(work: Coroutine[Any, Any, Any]) -> Any:
