@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_toolbox.data import decode_completion, encode_prompts, encode_texts, warn_if_prompts_differ
+from grpo_toolbox.data import decode_completion, encode_prompts, encode_texts
 from grpo_toolbox.errors import ConfigError, DataError
 
 TEMPLATE = (
@@ -141,13 +141,6 @@ def test_settings_that_the_template_reads_change_the_prompt(caplog: pytest.LogCa
     tokenizer = make_tokenizer(TEMPLATE + "{% if enable_thinking is false %}!{% endif %}")
     assert decoded(one(USER, tokenizer, chat_template_kwargs={"enable_thinking": False}), tokenizer).endswith("!")
     assert caplog.text == ""
-
-
-def test_evaluation_with_other_prompts_than_training_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    trained = {"chat": True, "chat_template_kwargs": {"enable_thinking": False}}
-    assert warn_if_prompts_differ(trained, {"chat": True, "chat_template_kwargs": {}})
-    assert "prompts differ" in caplog.text
-    assert not warn_if_prompts_differ(trained, dict(trained, system_prompt=None))
 
 
 def test_too_long_prompts_are_an_error_or_dropped_with_a_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,6 @@ from grpo_toolbox.data.encoding import (
     encode_prompts,
     encode_texts,
     render_chat,
-    warn_if_prompts_differ,
 )
 from grpo_toolbox.data.reading import load_rows, read_rows
 from grpo_toolbox.data.rows import RESERVED_COLUMNS, Row, check_rows, split_rows
@@ -33,6 +32,5 @@ __all__ = [
     "read_rows",
     "render_chat",
     "split_rows",
-    "warn_if_prompts_differ",
     "word_problems",
 ]

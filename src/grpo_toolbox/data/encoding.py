@@ -112,22 +112,6 @@ def decode_completion(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
     return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def warn_if_prompts_differ(trained: Mapping[str, Any], evaluated: Mapping[str, Any]) -> bool:
-    """Warn, and return True, when a model is evaluated with other prompt settings than it was trained with.
-
-    Both are data settings, of which `chat`, `system_prompt` and `chat_template_kwargs` are compared.
-    """
-    defaults: dict[str, Any] = {"chat": False, "system_prompt": None, "chat_template_kwargs": {}}
-    differing = [
-        f"data.{name}={evaluated.get(name, default)!r} (trained with {trained.get(name, default)!r})"
-        for name, default in defaults.items()
-        if (evaluated.get(name, default) or None) != (trained.get(name, default) or None)
-    ]
-    if differing:
-        log.warning("prompts differ from those the model was trained with: %s.", ", ".join(differing))
-    return bool(differing)
-
-
 def conversation(prompt: str | list[Message], chat: bool, system_prompt: str | None) -> str | list[Message]:
     """Return a prompt as rewards see it: text stays text unless `chat`; messages begin with the system prompt."""
     if isinstance(prompt, str) and not chat:
