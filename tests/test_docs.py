@@ -80,7 +80,7 @@ HOW_TO_RUN = (
     ),
     (r"toolbox train callbacks=(tensorboard|trackio|wandb)", COMPOSE + "tests/test_callbacks_loggers.py runs them"),
     (r"toolbox train", SHORT),
-    (r"toolbox (traces|memory|models list)", ""),
+    (r"toolbox (traces|memory|models list|reward check)", ""),
     (r"toolbox models get", SKIP + "93 MB; a slow test fetches them"),
     (r"pip install", SKIP + "the tests run in what it makes"),
     (r"python benchmarks/", SKIP + "takes minutes; tests/test_speed_counts.py has their options read"),

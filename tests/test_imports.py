@@ -66,6 +66,7 @@ WITHOUT_TORCH = (
     *("config.schema", "config.source", "config.keys", "config.options", "config.check", "config.typed"),
     *("config.inputs", "config.folder"),
     *("cli.main", "cli.train", "cli.verify", "cli.traces", "cli.memory", "cli.models"),
+    *("cli.reward", "cli.rescore"),
     *("cli.help", "cli.overrides", "cli.compose"),
 )
 

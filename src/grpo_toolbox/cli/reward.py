@@ -127,7 +127,7 @@ def print_reports(console: Console, reports: Sequence[PartReport], tried: str) -
                 console.print(said, markup=False, soft_wrap=True)
     problems = sum(len(report.problems) for report in reports)
     named = ", ".join(report.name for report in reports if report.problems)
-    ended = f"{problems} problems: {named}" if problems else "nothing wrong was found"
+    ended = f"{problems} problem{'s' * (problems > 1)}: {named}" if problems else "nothing wrong was found"
     console.print(f"{tried}; {ended}", markup=False, soft_wrap=True)
 
 

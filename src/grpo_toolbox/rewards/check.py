@@ -93,7 +93,7 @@ class PartReport:
     compared: bool = False
     """Whether it tells right answers from wrong ones, so that it was judged by them."""
     constant: bool = False
-    """Whether it said the same of everything."""
+    """Whether it said the same of everything, right answers among it where there are any."""
 
 
 def check_reward(
@@ -137,7 +137,8 @@ def try_part(
     own_scores = answers[OWN].scores if OWN in answers else []
     own = [score for score in own_scores if score is not None]
     accepts = _threshold(said, own)
-    report.constant = len(set(said)) <= 1 and not any(one.failed for one in answers.values())
+    failed = any(one.failed for one in answers.values())
+    report.constant = len(set(said)) <= 1 and not failed and (OWN in answers or not report.compared)
     right = {prompt.id: score for (prompt, _), score in zip(texts.pairs(OWN), own_scores, strict=True)}
     for name, (must, pairs) in texts.kinds.items():
         paid = _paid(must, answers[name].scores, [right.get(prompt.id) for prompt, _ in pairs], accepts)

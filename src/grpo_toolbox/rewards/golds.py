@@ -129,9 +129,10 @@ def from_pattern(pattern: str, answer: str) -> str:
 
 
 def _literal(pattern: str) -> str:
+    pattern = pattern.replace("\\\\", "\0")  # an escaped backslash begins no other escape
     for piece, text in _PIECES:
         pattern = re.sub(piece, text, pattern)
-    return pattern
+    return pattern.replace("\0", "\\")
 
 
 def _put(text: str, place: int, character: str) -> str:
