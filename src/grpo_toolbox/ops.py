@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_toolbox.gradients import goes_in_place, product
 from grpo_toolbox.onednn import multiply, suits
 
 MAX_LOG_RATIO = 20.0
@@ -88,6 +89,7 @@ class _HeadLogps(torch.autograd.Function):
             return (weight[labels] - expected) * (grad_logps / ctx.temperature)[:, None], None, None, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None
+        in_place = ctx.needs_input_grad[1] and goes_in_place(weight)
         logits = grad = None
         for index, part in enumerate(_chunks(len(hidden), ctx.chunk)):
             if index < len(kept):
@@ -102,9 +104,11 @@ class _HeadLogps(torch.autograd.Function):
                 grad -= probs * (log_probs + entropy[part, None]) * grad_entropy[part, None]
             down = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = _product(down, weight.T)
-            if ctx.needs_input_grad[1]:
+            if in_place:
+                product(weight, down.T, hidden[part])
+            elif ctx.needs_input_grad[1]:
                 grad_weight = _added_product(grad_weight, down.T, hidden[part])
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and not in_place:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 

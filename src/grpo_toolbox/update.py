@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
+from grpo_toolbox.gradients import in_place
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
 from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms, mismatch
@@ -52,7 +53,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     for epoch in range(epochs):
         balance.count(micros, partial(_hidden, run))
         for index, micro in enumerate(micros):
-            with balance.watching(micro):
+            with balance.watching(micro), in_place():
                 logps, entropy = policy_logps(run, micro)
             loss, terms = loss_and_terms(
                 objective,
@@ -68,7 +69,8 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 anchored=micro.anchored,
             )
             loss = loss + balance.loss()
-            loss.backward()
+            with in_place():
+                loss.backward()
             meter.add(loss, terms | {"entropy": entropy.detach()}, micro.mask)
             if epoch == 0:
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch
+from grpo_toolbox.gradients import goes_in_place, looked_up
 from grpo_toolbox.models.attention import Layout, layout_attention, packed_layout
 from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.models.linear import fast_linear
@@ -79,12 +80,22 @@ def _packed_hidden(model: Any, batch: Batch) -> Tensor:
     layout = _layout(prompt_lengths, lengths, list(batch.group), device)
     with layout_attention(model), fast_linear(model):
         hidden = decoder(model)(
-            input_ids=torch.tensor([ids], device=device),
+            **_inputs(model, torch.tensor([ids], device=device)),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]  # (N, H)
     return hidden[_predictors(batch, prompt_lengths, lengths).to(device)]
+
+
+def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Token ids, or their embeddings where those of a plain table get their gradient added in place."""
+    table = model.get_input_embeddings()
+    if type(table) is nn.Embedding and torch.is_grad_enabled() and table.weight.requires_grad:
+        plain = not (table.sparse or table.scale_grad_by_freq or table.max_norm)
+        if plain and goes_in_place(table.weight):
+            return {"inputs_embeds": looked_up(table, ids)}
+    return {"input_ids": ids}
 
 
 def _layout(prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device) -> Layout:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from grpo_toolbox.gradients import product
 from grpo_toolbox.onednn import blocked, multiply, suits
 
 
@@ -82,7 +83,7 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         grad_x = multiply(grad, weight.T) if wants_x else None
         rows = grad.flatten(0, -2)
-        grad_weight = rows.T @ x.flatten(0, -2) if wants_weight else None
+        grad_weight = product(weight, rows.T, x.flatten(0, -2)) if wants_weight else None
         return grad_x, grad_weight, rows.sum(dim=0) if wants_bias else None
 
 
@@ -103,10 +104,10 @@ class _Gated(torch.autograd.Function):
         of_up = inner * opened
         of_gate = torch.ops.aten.silu_backward(inner.mul_(raised), gated)
         hidden = opened.mul_(raised) if wanted[2] else opened
-        pairs = ((of_gate, x), (of_up, x), (grad, hidden))
+        pairs = ((gate, of_gate, x), (up, of_up, x), (down, grad, hidden))
         weights = [
-            left.flatten(0, -2).T @ right.flatten(0, -2) if wants else None
-            for (left, right), wants in zip(pairs, wanted, strict=True)
+            product(weight, left.flatten(0, -2).T, right.flatten(0, -2)) if wants else None
+            for (weight, left, right), wants in zip(pairs, wanted, strict=True)
         ]
         return multiply(of_gate, gate.T).add_(multiply(of_up, up.T)) if wants_x else None, *weights
 

@@ -1,0 +1,77 @@
+"""Gradients of weights that are added to `.grad` where they are computed, instead of travelling through autograd.
+
+A product of its own for each weight and micro-batch, which autograd then adds, costs memory of the weight's size and
+three passes over it; for an embedding that the output head shares it is a table of zeros besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class _Mode:
+    in_place: bool = False
+
+
+_MODE = _Mode()
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """Let `loss.backward()` inside the block add gradients of leaf weights to `.grad` directly.
+
+    For training loops: `torch.autograd.grad` would not be handed them.
+    """
+    former, _MODE.in_place = _MODE.in_place, True
+    try:
+        yield
+    finally:
+        _MODE.in_place = former
+
+
+def goes_in_place(weight: Any) -> bool:
+    """Whether the gradient of `weight` is to be added where it is computed: a leaf in float32 that nobody watches."""
+    watched = getattr(weight, "_backward_hooks", None) or getattr(weight, "_post_accumulate_grad_hooks", None)
+    exact = weight.dtype in (torch.float32, torch.float64)  # sums of many parts in half precision lose the small ones
+    return _MODE.in_place and isinstance(weight, nn.Parameter) and weight.is_leaf and exact and not watched
+
+
+def product(weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
+    """Return left · right as the gradient of `weight`, or add it to `weight.grad` and return None."""
+    if not goes_in_place(weight):
+        return left @ right
+    if weight.grad is None:
+        weight.grad = left @ right
+    else:
+        weight.grad.addmm_(left, right)
+    return None
+
+
+def looked_up(table: nn.Embedding, ids: Tensor) -> Tensor:
+    """Return the rows `ids` of `table` as a leaf whose gradient is added to those rows of the table's.
+
+    As in `nn.Embedding`, the row of the padding token gets none.
+    """
+    with torch.no_grad():
+        rows = table(ids)
+    weight, width = table.weight, table.weight.shape[1]
+
+    def add(grad: Tensor) -> None:
+        with torch.no_grad():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            rows_grad = grad.reshape(-1, width).to(weight.dtype)
+            if table.padding_idx is not None:
+                rows_grad = rows_grad.masked_fill(ids.reshape(-1, 1) == table.padding_idx, 0)
+            weight.grad.index_add_(0, ids.flatten(), rows_grad)
+
+    rows.requires_grad_()
+    rows.register_hook(add)
+    return rows
