@@ -41,6 +41,9 @@ NEEDED = {
     "data": {"file": ["data.path=prompts.jsonl"]},
     "reward": {
         "custom": ["reward.name=grpo_toolbox.rewards:length_penalty"],
+        "cosine_length": ["reward.max_tokens=512"],
+        "json_schema": ["reward.schema=order.json"],
+        "soft_overlong": ["reward.max_tokens=512", "reward.cache=128"],
         "llm_judge": ["reward.base_url=http://localhost:8000/v1", "reward.model=judge"],
         "reward_model": ["reward.path=judge"],
     },

@@ -13,14 +13,18 @@ from grpo_toolbox.errors import ConfigError, suggest, unknown_option
 from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards.code import code, hack_monitor
 from grpo_toolbox.rewards.contract import ON_ERROR, Component, Reward, RewardFunction, combine
+from grpo_toolbox.rewards.duplicates import duplicate_penalty
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
 from grpo_toolbox.rewards.heldout import ON_HACKING, HeldOut
 from grpo_toolbox.rewards.judge import llm_judge
-from grpo_toolbox.rewards.length import length_penalty
+from grpo_toolbox.rewards.language import language_consistency
+from grpo_toolbox.rewards.length import cosine_length, length_penalty, soft_overlong, token_cost
 from grpo_toolbox.rewards.maths import math_reward
 from grpo_toolbox.rewards.model import reward_model
 from grpo_toolbox.rewards.numeric import numeric
+from grpo_toolbox.rewards.repetition import repetition_penalty
+from grpo_toolbox.rewards.schema import json_schema
 from grpo_toolbox.rewards.signatures import CONTRACT, function_name
 from grpo_toolbox.rewards.weights import read_weight
 
@@ -39,7 +43,14 @@ REWARDS: dict[str, Callable[..., RewardFunction | Reward]] = {
     "math": math_reward,
     "numeric": numeric,
     "format": format_reward,
+    "json_schema": json_schema,
     "length_penalty": length_penalty,
+    "soft_overlong": soft_overlong,
+    "token_cost": token_cost,
+    "cosine_length": cosine_length,
+    "repetition_penalty": repetition_penalty,
+    "duplicate_penalty": duplicate_penalty,
+    "language_consistency": language_consistency,
     "code": code,
     "hack_monitor": hack_monitor,
     "weighted_sum": weighted_sum,
