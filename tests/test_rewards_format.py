@@ -6,7 +6,7 @@ import logging
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_toolbox.errors import ConfigError
@@ -227,6 +227,7 @@ def test_a_bonus_may_fade_once_the_form_is_learnt() -> None:
 WORDS = st.text(st.sampled_from("ab5<>/ \n"), max_size=12)
 
 
+@settings(deadline=None)
 @given(layout=st.sampled_from(sorted(LAYOUTS)), parts=st.tuples(WORDS, WORDS, WORDS))
 def test_blocks_written_by_the_rules_have_the_layout(layout: str, parts: tuple[str, str, str]) -> None:
     tags = layout_tags(layout)
@@ -242,6 +243,7 @@ def test_blocks_written_by_the_rules_have_the_layout(layout: str, parts: tuple[s
         assert tag_credit(text.replace(tag, "", 1), layout, once=True) < 1.0
 
 
+@settings(deadline=None)
 @given(text=st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", " ", "\n"])).map("".join))
 def test_what_has_the_layout_earns_full_credit_and_credit_is_a_share(text: str) -> None:
     for layout in ("think_answer", "think"):

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_toolbox.errors import ConfigError, DataError
@@ -131,6 +131,7 @@ def test_scripts_do_not_overlap_and_letters_are_found_in_theirs() -> None:
     assert {letter: script_of(letter) for letter in letters} == letters
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60), st.sampled_from(sorted(LANGUAGES)))
 def test_any_text_has_a_share_between_0_and_1_or_none(text: str, language: str) -> None:
     share = language_share(text, language)

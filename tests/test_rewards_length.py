@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_toolbox.errors import ConfigError, DataError
@@ -45,6 +45,7 @@ def test_without_a_cache_only_what_is_above_the_limit_costs() -> None:
     assert reward(completion_ids=tokens(0, 10, 11)) == [0.0, 0.0, -1.0]
 
 
+@settings(deadline=None)
 @given(limit=st.integers(1, 60), share=st.floats(0, 1), lengths=st.lists(st.integers(0, 80), min_size=1))
 def test_trl_has_the_same_punishment(limit: int, share: float, lengths: list[int]) -> None:
     from trl.rewards import get_soft_overlong_punishment
@@ -130,6 +131,7 @@ def test_trl_has_the_same_cosine() -> None:
     assert reward(completions=said, completion_ids=ids, solution=golds) == pytest.approx(theirs)
 
 
+@settings(deadline=None)
 @given(progress=st.floats(0, 3), start=st.floats(-5, 5), end=st.floats(-5, 5))
 def test_a_cosine_stays_between_its_ends(progress: float, start: float, end: float) -> None:
     low, high = sorted((start, end))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_toolbox.errors import ConfigError
@@ -38,6 +38,7 @@ def test_scripts_without_blanks_are_read_by_letters() -> None:
     assert build_reward("repetition_penalty", unit="words")(completions=["好的" * 50])[0] < -0.9
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 3), max_size=30), ngram=st.integers(1, 5))
 def test_the_share_is_a_share_and_does_not_depend_on_direction_or_names(ids: list[int], ngram: int) -> None:
     share = repeated_share(ids, ngram)
@@ -46,6 +47,7 @@ def test_the_share_is_a_share_and_does_not_depend_on_direction_or_names(ids: lis
     assert repeated_share([*range(100, 100 + len(ids))], ngram) == 0.0
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1), ngram=st.integers(1, 5))
 def test_trl_has_the_same_penalty(ids: list[list[int]], ngram: int) -> None:
     from trl.rewards import get_repetition_penalty_reward

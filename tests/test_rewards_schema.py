@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_toolbox.errors import ConfigError, DataError
@@ -173,6 +173,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(document=st.dictionaries(st.text(max_size=5), VALUES, max_size=5), indent=st.sampled_from([None, 2]))
 def test_a_document_in_any_spelling_is_read_and_has_all_its_fields(
     document: dict[str, Any], indent: int | None
@@ -182,6 +183,7 @@ def test_a_document_in_any_spelling_is_read_and_has_all_its_fields(
             assert field_share(document_in(said), document) == 1.0
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(EMAIL)),
     value=st.none() | st.integers(-3, 3) | st.text(st.sampled_from("ORD-0123456789\n "), max_size=12),
