@@ -225,7 +225,7 @@ def test_an_answer_that_is_not_found_is_wrong_and_what_was_found_is_logged() -> 
 
 
 def test_a_comparison_that_takes_too_long_is_a_timeout_and_no_wrong_answer() -> None:
-    slow = r"\boxed{\sum_{k=1}^{10^{9}}\cos(k^{k})}"
+    slow = r"\boxed{\prod_{k=1}^{10^{5}}\cos(k)}"
     rollouts = [Rollout(Prompt(0, "?", (1,), {"answer": "43"}), (), (), "stop", text) for text in (slow, r"\boxed{43}")]
     scored = score_rollouts(build_reward("math", timeout=0.5), rollouts, 2)
     assert scored.metrics["rewards/math/timeouts"] == 1
@@ -238,6 +238,8 @@ TOWERS = [
     *("(9^9)^{9^9}", r"\sqrt{9^{9^{9}}}", r"\sin(9^{9^9})", "10^{-10^{10}}", "e^{e^{e^{e^{e}}}}", "x^{9^{9^9}}"),
     *("9" * 5000, "{" * 400 + "43" + "}" * 400, "(" * 400 + "43" + ")" * 400, r"\frac{1}{" * 60 + "2" + "}" * 60),
     *(r"\sqrt{" * 300 + "43" + "}" * 300, "^" * 900, "-" * 1500 + "43", "43" + "^43" * 40, r"\frac" * 400),
+    *(r"\prod_{k=1}^{10^9} k", r"\sum_{k=1}^{10^8}\cos(k)", r"\sum_{i=1}^{10^{10}} i", "2^{10^6}", r"\frac{1}{0}"),
+    *("(A)" * 300, "Answer: " * 120, "x=" * 400 + "44", "(1," * 25 + "43" + ")" * 25),
 ]
 
 

@@ -204,6 +204,6 @@ def test_the_package_is_found_from_any_folder(tmp_path: object, monkeypatch: pyt
     for name in ("json", "random", "sympy"):  # a file of the user's must not stand in for a module
         with open(f"{name}.py", "w") as file:
             file.write("raise RuntimeError('shadow')")
-    pool = Pool("grpo_toolbox.rewards.maths.algebra:grade", size=1)
+    pool = Pool("grpo_toolbox.rewards.maths.grader:grade", size=1)
     assert pool.submit([r"\sqrt{8}", r"2\sqrt{2}"], 60.0).result() == "right"
     pool.close()

@@ -12,11 +12,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from grpo_toolbox.rewards.maths.equality import same_answer
-from grpo_toolbox.rewards.maths.latex import Unreadable
-from grpo_toolbox.rewards.maths.nodes import Choice, Group, Interval, Matrix, Named, Node, Relation, Union, Value, Words
+from grpo_toolbox.rewards.maths.nodes import Relation, Value
 from grpo_toolbox.rewards.maths.numbers import FIGURES, Number
-from grpo_toolbox.rewards.maths.reading import readings
 
 if TYPE_CHECKING:
     from sympy import Basic, Expr
@@ -25,7 +22,10 @@ DIGITS = 50
 _SAME = 40
 """Digits in which two values agree that are one: e^(pi sqrt 163) is an integer in the first thirty."""
 _LARGEST = 1e6
-"""Decimal exponent beyond which a number is not written out."""
+"""Digits of a number, or terms of a sum, beyond which nothing is worked out."""
+
+_MOST_DIGITS = 300
+"""Digits of a number that is read as digits."""
 
 _POINTS = (0.3187, 1.7321, 4.1904, 9.6607, 23.4113, -0.6129, -2.9443, -13.7081)
 """Where expressions with variables are compared: small and large, on both sides of zero."""
@@ -72,35 +72,65 @@ class ComputerAlgebra:
         """What math-verify says of two sets."""
         from math_verify import verify
 
-        one, other = _parsed_set(gold), _parsed_set(answer)
-        if not one:
+        one, other = parse_set(gold), parse_set(answer)
+        if one is None:
             raise Unparsable(gold)
-        return bool(other) and verify(one, other, timeout_seconds=None, float_rounding=12)
+        return other is not None and verify(one, other, timeout_seconds=None, float_rounding=12)
+
+    def reads(self, text: str) -> bool:
+        """Whether a text is an expression that has values, or a set."""
+        expression = _or_none(text)
+        if expression is None:
+            return parse_set(text) is not None
+        if not out_of_reach(expression):
+            _at(expression, _point(sorted(expression.free_symbols, key=str), 0))
+        return True
+
+    def reads_relation(self, relation: Relation) -> bool:
+        """Whether both sides of an equation or inequality are expressions."""
+        return _difference(relation) is not None
 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Expr:
     """The expression that canonical LaTeX stands for, decimals exact, nothing multiplied out; Unparsable where none."""
     import sympy
+
+    found = _parsed(text)
+    if not isinstance(found, sympy.Expr) or found.has(sympy.nan, sympy.zoo):
+        raise Unparsable(text)
+    if found.has(sympy.Limit, sympy.Derivative) or (found.free_symbols and found.has(sympy.Sum, sympy.Product)):
+        found = found.doit()  # which has no values at points otherwise
+    exact: dict[Any, Any] = {decimal: sympy.Rational(str(decimal)) for decimal in found.atoms(sympy.Float)}
+    if sympy.Symbol("i") in found.free_symbols:  # and no index of a sum
+        exact[sympy.Symbol("i")] = sympy.I
+    return found.xreplace(exact)
+
+
+def parse_set(text: str) -> Any:
+    """The set that canonical LaTeX stands for; None where it stands for something else."""
+    import sympy
+
+    try:
+        found = _parsed(text)
+    except Unparsable:
+        return None
+    return found if isinstance(found, sympy.Set) else None
+
+
+def _parsed(text: str) -> Any:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     text = _readable(text)
     try:
-        found = latex2sympy(
+        return latex2sympy(
             text,
             is_real=None,
             normalization_config=None,
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
-        if found.has(sympy.Limit, sympy.Derivative):
-            found = found.doit()
-        exact = {decimal: sympy.Rational(str(decimal)) for decimal in found.atoms(sympy.Float)}
-        found = found.xreplace({**exact, sympy.Symbol("i"): sympy.I})
     except Exception as error:  # the parser raises bare Exceptions, and whatever its own mistakes raise
         raise Unparsable(text) from error
-    if not isinstance(found, sympy.Expr) or found.has(sympy.nan, sympy.zoo):
-        raise Unparsable(text)
-    return found
 
 
 def _readable(text: str) -> str:
@@ -131,14 +161,27 @@ def _or_none(text: str) -> Expr | None:
 
 
 def out_of_reach(expression: Basic) -> bool:
-    """Whether some number in an expression has more than a million digits, or needs more to be found."""
+    """Whether some number in an expression has more than a million digits, or takes as many terms."""
     import sympy
 
     growing = (sympy.Pow, sympy.exp, sympy.factorial, sympy.factorial2, sympy.gamma)
     return any(
-        isinstance(part, growing) and not part.free_symbols and not magnitude(part) <= _LARGEST
+        (isinstance(part, growing) and not part.free_symbols and not magnitude(part) <= _LARGEST)
+        or (isinstance(part, sympy.Sum | sympy.Product) and _is_long(part))
         for part in sympy.preorder_traversal(expression)
     )
+
+
+def _is_long(terms: Any) -> bool:
+    """Whether a sum or product has more than a million terms to be taken one by one."""
+    import sympy
+
+    for name, *limits in terms.limits:
+        count = limits[-1] - limits[0] if len(limits) == 2 else sympy.oo
+        listed = isinstance(terms, sympy.Product) or not terms.function.is_rational_function(name)
+        if listed and count.is_finite and not count.free_symbols and not _size(count) <= _LARGEST:
+            return True
+    return False
 
 
 def magnitude(expression: Any) -> float:
@@ -171,6 +214,8 @@ def _rounds(decimal: Number, expression: Expr) -> bool:
     """Whether a decimal stands for a number: exactly, or by six or more figures of it."""
     import sympy
 
+    if magnitude(expression) > 2 * _MOST_DIGITS:
+        return False
     value = expression.evalf(DIGITS)
     if not (value.is_Number and value.is_finite):
         return False
@@ -267,58 +312,3 @@ def _proportional(one: Expr, other: Expr, sign: str) -> bool:
     if len(quotients) < _ENOUGH or not all(_close(quotients[0], quotient) for quotient in quotients):
         return False
     return sign in ("=", r"\neq") or quotients[0] > 0
-
-
-def grade(job: list[str]) -> str:
-    """`right` or `wrong` for a job [gold answer, answer], `unread` where the gold answer is no formula for the parser.
-
-    A job [gold answer] asks only for that: it is `right` when the gold answer can be read.
-    """
-    algebra = ComputerAlgebra()
-    golds = _readings(job[0])
-    if not golds or not all(map(is_read, golds[:1])):
-        return "unread"
-    if len(job) == 1:
-        return "right"
-    return "right" if same_answer(golds, _readings(job[1]), algebra) else "wrong"
-
-
-def _readings(text: str) -> list[Node]:
-    try:
-        return readings(text)
-    except Unreadable:
-        return []
-
-
-def is_read(node: Node) -> bool:
-    """Whether the parser can read every formula of an answer."""
-    match node:
-        case Value():
-            return node.number is not None or bool(node.base) or _or_none(node.text) is not None or _is_set(node.text)
-        case Relation():
-            return _difference(node) is not None
-        case Words():
-            return True
-        case Interval():
-            return is_read(node.low) and is_read(node.high)
-        case Group():
-            return all(map(is_read, node.items))
-        case Union():
-            return all(map(is_read, node.parts))
-        case Matrix():
-            return all(is_read(cell) for row in node.rows for cell in row)
-        case Named():
-            return is_read(node.value)
-        case Choice():
-            return is_read(node.content)
-
-
-def _is_set(text: str) -> bool:
-    return re.search(r"\\setminus|\\cap(?![a-z])|\\\{", text) is not None and bool(_parsed_set(text))
-
-
-def _parsed_set(text: str) -> list[Any]:
-    from math_verify import parse as parse_with_anchor
-
-    found: list[Any] = parse_with_anchor(f"${text}$", parsing_timeout=None, fallback_mode="no_fallback")
-    return found

@@ -13,7 +13,7 @@ from grpo_toolbox.rewards.maths.nodes import Node, Value, Words
 from grpo_toolbox.rewards.maths.reading import readings
 from grpo_toolbox.rewards.workers import JobFailed, TooMuch, shared_pool
 
-GRADER = "grpo_toolbox.rewards.maths.algebra:grade"
+GRADER = "grpo_toolbox.rewards.maths.grader:grade"
 LONGEST_WORDS = 200
 """Characters of a gold answer in words; a longer one is a solution, and no answer."""
 

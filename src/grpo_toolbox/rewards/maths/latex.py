@@ -22,9 +22,12 @@ _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _ON_THE_LINE = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789+-n0123456789")
 
-_GAP = r"\\[,;:>! ]|~|[\u00a0\u2009\u202f]|\\(?:thin|med|thick)space(?![a-zA-Z])|\{[,\s]\}|\\mathpunct\{,\}"
+_GAP = r"\\[,;:>! ]|~|[\u00a0\u2009\u202f]|\\(?:thin|med|thick)space(?![a-zA-Z])|\{[,\s]\}|['’]|\\mathpunct\{,\}"
 _GROUP_GAP = re.compile(rf"(?<=\d)(?:{_GAP})+(?=\d{{3}}(?!\d))")
 _GROUPED_BY_BLANKS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
+_SYSTEM = re.compile(
+    r"\\begin\{(?P<kind>aligned|align\*?|alignedat|gathered|gather\*?|cases|split|equation\*?)\}(?P<lines>[^\0]*?)\\end\{(?P=kind)\}"
+)
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z{}$%])")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 
@@ -88,6 +91,7 @@ def canonical(text: str) -> str:
     closed, while commas between digits stay. `$` stands for the currency only. Takes linear time.
     """
     text = text.strip("*`")  # of Markdown
+    text = _SYSTEM.sub(lambda match: match["lines"].replace("&", " ").replace(r"\\", ", "), text)
     if r"\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_ON_THE_LINE)}}}", text)

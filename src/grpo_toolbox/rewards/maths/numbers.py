@@ -17,7 +17,9 @@ _SCIENTIFIC = re.compile(
 _POWER = re.compile(r"(?P<base>\d{1,4})\^\{(?P<exponent>-?\d{1,3})\}")
 _FRACTION = re.compile(rf"(?:(?P<whole>\d+) ?)?\\frac\{{(?P<above>[-+]?{_DECIMAL})\}}\{{(?P<below>[-+]?{_DECIMAL})\}}")
 _SLASH = re.compile(rf"(?:(?P<whole>\d+) )?(?P<above>{_DECIMAL})/(?P<below>[-+]?{_DECIMAL})")
-_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot) ?\{(?P<turn>\d+)\}")
+_REPEATING = re.compile(
+    r"(?P<whole>\d*)\.(?P<fixed>\d*)(?:\\(?:overline|bar|dot) ?\{(?P<turn>\d+)\}|\((?P<round>\d+)\))"
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _ratio(match: re.Match[str]) -> Number | None:
 
 
 def _repeating(match: re.Match[str]) -> Number:
-    fixed, turn = match["fixed"], match["turn"]
+    fixed, turn = match["fixed"], match["turn"] or match["round"]
     tail = Fraction(int(turn), 10 ** len(fixed) * (10 ** len(turn) - 1))
     return Number(int(match["whole"] or 0) + Fraction(int(fixed or 0), 10 ** len(fixed)) + tail)
 

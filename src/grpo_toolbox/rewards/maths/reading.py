@@ -11,7 +11,7 @@ from grpo_toolbox.rewards.maths.nodes import Choice, Group, Interval, Matrix, Na
 from grpo_toolbox.rewards.maths.numbers import number
 from grpo_toolbox.rewards.maths.quantities import as_product, based, plain_value, quantity
 
-LONGEST = 2_000
+LONGEST = 1_000
 """Characters of a formula that is taken apart; a longer one is compared as it stands."""
 _MOST_PARTS = 64
 _DEEPEST = 30
@@ -23,12 +23,15 @@ _OPEN = {"(", "[", "{", r"\{", r"\langle", r"\begin"}
 _CLOSE = {")", "]", "}", r"\}", r"\rangle", r"\end"}
 _BRACKETS = {"(": ")", "[": "]", r"\{": r"\}", r"\langle ": r"\rangle"}
 _JOINED = re.compile(r"(?:\\text\{)?\s*,?\s*(?P<word>and|or)\s*,?\s*\}?\Z")
-_LEAD = re.compile(r"\A\\text\{\s*(?:either|both|the|exactly|is|are)?\s*\}")
+_LEAD = re.compile(
+    r"\A(?:\\text\{\s*(?:either|both|the|exactly|is|are)?\s*\}|="
+    r"|\\(?:approx|therefore|implies|Rightarrow|rightarrow) ?)"
+)
 _SIGNS = {"=", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\approx"}
 _ORDER = {"<", ">", r"\leq", r"\geq"}
 _TURNED = {">": "<", r"\geq": r"\leq"}
 _CHOICE = re.compile(
-    r"(?:\\text\{ ?)?(?:\((?P<one>[A-J])\)|(?P<two>[A-J])[).])(?: ?\})?(?P<content>[^,;].*)?", re.DOTALL
+    r"(?:\\text\{ ?)?(?:\((?P<one>[A-J])\)|(?P<two>[A-J])[).])(?: ?\})?(?!\(?[A-J][).])(?P<content>[^,;].*)?", re.DOTALL
 )
 _MATRIX = re.compile(
     r"[(\[]?\\begin\{(?P<kind>[pbBs]?(?:small)?matrix\*?)\}(?P<cells>.*)\\end\{(?P=kind)\}[)\]]?", re.DOTALL
@@ -180,9 +183,15 @@ def _list(text: str) -> Node | None:
         return None
     joined_by_or = any("or" in before for before, _ in pieces)
     items = [node for _, part in pieces if (node := read(part)) is not None]
+    items = [item for item in items if not _is_range(item)] or items
     if len(items) == 1:
         return items[0]
     return _joined_intervals(items, joined_by_or) or Group("list", tuple(items))
+
+
+def _is_range(node: Node) -> bool:
+    """Whether it only says which numbers a variable runs through: `k \\in \\mathbb{Z}`."""
+    return isinstance(node, Named) and isinstance(node.value, Value) and node.value.text.startswith(r"\mathbb{")
 
 
 def _joined_intervals(items: list[Node], joined_by_or: bool) -> Node | None:
