@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,9 @@ MOST_REJECTED = 0.05
 MOST_TOLERATED = 0.25
 """Share of prompts that may earn as much as an answer: a question may hold it by chance."""
 THREADS = 4
-ROUNDS = 5
+ROUNDS = 3
+"""Calls of each thread at least; fast functions are called for THREAD_SECONDS."""
+THREAD_SECONDS = 0.4
 SHOWN = 3
 STATE = TrainerState(1, 100)
 
@@ -244,8 +247,8 @@ def _columns(part: Component, prompts: Sequence[Prompt]) -> str:
 
 def _try_threads(part: Component, texts: Texts, report: PartReport) -> str:
     """Ask from several threads at once, each with the rows in another order, and compare with what one thread says."""
-    some = [pairs[:4] for must, pairs in texts.kinds.values() if len(pairs) > 0 and max(map(_length, pairs)) < 2000]
-    mixed = [pair for pairs in some for pair in pairs][:24]
+    short = {name: [pair for pair in pairs if len(pair[1]) < 2000] for name, (_, pairs) in texts.kinds.items()}
+    mixed = [pair for name, pairs in short.items() for pair in pairs[: 16 if name == OWN else 2]][:32]
     if len(mixed) < 2:
         return "not tried: too few completions"
     first, again = ask(part, mixed), ask(part, mixed)
@@ -275,7 +278,9 @@ def _from_threads(part: Component, pairs: Pairs, expected: Sequence[float | None
     def work(number: int) -> None:
         order = [(index + number * size // THREADS) % size for index in range(size)]
         start.wait()
-        for _ in range(ROUNDS):
+        began, rounds = time.perf_counter(), 0
+        while not found and (rounds < ROUNDS or time.perf_counter() < began + THREAD_SECONDS):
+            rounds += 1
             answer = ask(part, [pairs[index] for index in order])
             found.extend(i for i, score in zip(order, answer.scores, strict=True) if score != expected[i])
 
@@ -308,7 +313,3 @@ def _compare(tried: Mapping[str, tuple[Component, PartReport, Texts, Callable[[f
             apart = [pair for pair, one, two in said if None not in (one, two) and accepts(one) != others_accept(two)]
             shown = f"; the first: {apart[0][1]!r:.80}" if apart else ""
             report.notes.append(f"disagrees with {other.name} on {len(apart)} of {len(pairs)} completions{shown}")
-
-
-def _length(pair: tuple[Prompt, str]) -> int:
-    return len(pair[1])
