@@ -83,6 +83,17 @@ def test_a_function_is_passed_what_its_signature_asks_for() -> None:
     assert state.global_step == 2  # two steps are finished while the third is scored
 
 
+def test_environments_are_passed_where_there_are_some() -> None:
+    def f(completions: list[str], environments: list[int]) -> list[float]:
+        return [float(one) for one in environments]
+
+    assert combine([f])(completions=["a", "b"], environments=[3, 4]) == [3.0, 4.0]
+    with pytest.raises(RewardError, match="'f' needs environments, which it was not passed"):
+        combine([f])(completions=["a", "b"])
+    with pytest.raises(ConfigError, match=r"'f' asks for 'environments', and this run has none: .*environments=None"):
+        combine([f]).check_columns(["prompt"])
+
+
 def test_columns_are_the_union_over_rows_with_none_for_holes() -> None:
     prompts = [Prompt(0, "a", (1,), {"answer": "1"}), Prompt(1, "b", (1,), {"task": "code"})]
 
@@ -154,6 +165,46 @@ def test_a_missing_column_is_named_before_training() -> None:  # d03.2
     with pytest.raises(ConfigError, match=r"'f' needs column 'solution'; the data has: answer, prompt\. Name the"):
         reward.check_columns(["prompt", "answer"])
     reward.check_columns(["prompt", "solution"])
+
+
+async def asks_for_solution(completions: list, solution: list, bonus: float = 0.0) -> list[float]:
+    return [0.0] * len(completions)
+
+
+class AsksForSolution:
+    async def __call__(self, completions: list, solution: list) -> list[float]:
+        return [0.0] * len(completions)
+
+    def method(self, completions: list, solution: list) -> list[float]:
+        return [0.0] * len(completions)
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        asks_for_solution,
+        functools.partial(asks_for_solution, bonus=1.0),
+        AsksForSolution(),
+        AsksForSolution().method,
+        logged(asks_for_solution),
+        lambda completions, solution, **kwargs: asks_for_solution(completions, solution),
+    ],
+    ids=["async", "partial", "object", "method", "decorated", "lambda"],
+)
+def test_columns_are_read_off_every_kind_of_function(function: Callable[..., Any]) -> None:
+    reward = combine([function])
+    assert reward.columns_needed() == ("solution",)
+    assert reward(completions=["a", "b"], solution=["x", "y"]) == [0.0, 0.0]
+    bound = functools.partial(function, solution=["x"])
+    assert combine([bound]).columns_needed() == ()
 
 
 def test_the_message_for_exact_match_says_what_to_set() -> None:

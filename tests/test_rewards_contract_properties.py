@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from grpo_toolbox.errors import RewardError
 from grpo_toolbox.rewards import AdaptiveWeight, ErrorBudget, Reward, Scoring, TrainerState, combine, joined_metrics
-from grpo_toolbox.rewards.contract import Component
+from grpo_toolbox.rewards.component import Component
 from grpo_toolbox.rewards.outcomes import Outcome, joined
 from grpo_toolbox.rewards.values import FLOAT32_MAX, read_values
 from grpo_toolbox.rewards.weights import read_weight
 from grpo_toolbox.types import Prompt, Rollout
+
+quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 NUMBERS = st.floats(-1e30, 1e30) | st.integers(-(2**60), 2**60) | st.booleans()
 SCORES = st.lists(NUMBERS | st.none(), min_size=1, max_size=12)
@@ -30,6 +32,7 @@ def read(returned: Any, size: int) -> list[float | None]:
     return read_values(returned, size, "f", lambda row: f"row {row}").scores
 
 
+@quick
 @given(SCORES, st.sampled_from(["as it is", "list of one", "tuple of one", "dict", "numpy", "torch"]))
 def test_each_row_may_come_in_any_form(scores: list[Any], form: str) -> None:
     write: dict[str, Callable[[Any], Any]] = {
@@ -45,6 +48,7 @@ def test_each_row_may_come_in_any_form(scores: list[Any], form: str) -> None:
     ]
 
 
+@quick
 @given(FINITE, st.sampled_from([np.float64, np.float32]), st.booleans())
 def test_an_array_a_tensor_a_list_and_a_column_of_them_say_the_same(
     scores: list[float], dtype: Any, column: bool
@@ -56,6 +60,7 @@ def test_an_array_a_tensor_a_list_and_a_column_of_them_say_the_same(
         assert read(form, len(scores)) == expected
 
 
+@quick
 @given(st.lists(NUMBERS, max_size=6), st.integers(0, 6))
 def test_a_wrong_number_of_rows_is_never_taken(scores: list[Any], size: int) -> None:
     if len(scores) == size:
@@ -73,6 +78,7 @@ NONSENSE = st.one_of(
 )
 
 
+@quick
 @given(st.lists(NUMBERS, min_size=1, max_size=5), NONSENSE, st.data())
 def test_one_row_of_nonsense_is_an_error_that_names_it(scores: list[Any], nonsense: Any, data: st.DataObject) -> None:
     row = data.draw(st.integers(0, len(scores) - 1))
@@ -88,7 +94,7 @@ def rollouts(groups: int, size: int) -> list[Rollout]:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@quick
 @given(st.permutations(range(5)), st.lists(st.floats(0, 0.003), min_size=5, max_size=5), st.integers(1, 3))
 def test_neither_the_order_of_groups_nor_that_of_answers_shows(
     order: Sequence[int], waits: Sequence[float], size: int
@@ -117,6 +123,7 @@ def test_neither_the_order_of_groups_nor_that_of_answers_shows(
     assert counts == {"scored": 3 * size, "not_applicable": size, "errors": size}
 
 
+@quick
 @given(st.lists(st.lists(st.sampled_from(".-ET"), max_size=9), max_size=6))
 def test_joining_outcomes_is_having_had_one(kinds: list[list[str]]) -> None:
     def outcome(own: list[str]) -> Outcome:
@@ -130,7 +137,7 @@ def test_joining_outcomes_is_having_had_one(kinds: list[list[str]]) -> None:
     assert whole.slowest == max(map(len, kinds), default=0.0)
 
 
-@settings(max_examples=60)
+@quick
 @given(st.lists(st.text(".ET", max_size=12), max_size=12), st.integers(1, 15), st.integers(0, 5))
 def test_the_budget_is_exceeded_exactly_where_some_window_holds_too_many(
     batches: list[str], window: int, allowed: int
@@ -153,6 +160,7 @@ def test_the_budget_is_exceeded_exactly_where_some_window_holds_too_many(
         budget.load_state_dict(budget.state_dict())
 
 
+@quick
 @given(st.dictionaries(st.integers(0, 1000), st.floats(-100, 100), min_size=1, max_size=6), st.integers(1, 1100))
 def test_a_scheduled_weight_lies_between_the_points_around_its_step(points: dict[int, float], step: int) -> None:
     _, (factor,) = read_weight(points, "f")
@@ -165,6 +173,7 @@ def test_a_scheduled_weight_lies_between_the_points_around_its_step(points: dict
         assert weight == pytest.approx(points[step])
 
 
+@quick
 @given(st.lists(st.lists(st.floats(-2, 2) | st.just(math.nan), max_size=6), max_size=30))
 def test_an_adaptive_weight_is_never_off_its_bounds_and_goes_on_as_it_was_saved(steps: list[list[float]]) -> None:
     first, second = AdaptiveWeight(1.0, lowest=0.25, highest=4.0), AdaptiveWeight(1.0, lowest=0.25, highest=4.0)
@@ -176,6 +185,7 @@ def test_an_adaptive_weight_is_never_off_its_bounds_and_goes_on_as_it_was_saved(
         assert first.value == second.value
 
 
+@quick
 @given(st.lists(st.tuples(st.floats(-9, 9), st.integers(1, 9)), min_size=1, max_size=5))
 def test_metrics_of_parts_add_up_where_they_count_and_are_means_where_they_are_means(
     parts: list[tuple[float, int]],
@@ -191,6 +201,7 @@ def test_metrics_of_parts_add_up_where_they_count_and_are_means_where_they_are_m
     assert found["rewards/f/mean"] == pytest.approx(weighted, abs=1e-9)
 
 
+@quick
 @given(st.lists(st.tuples(st.none() | st.floats(-1e3, 1e3), st.none() | st.floats(-1e3, 1e3)), min_size=1, max_size=8))
 def test_a_total_is_the_weighted_sum_of_what_applies(pairs: list[tuple[float | None, float | None]]) -> None:
     def first(completions: list[str]) -> list[float | None]:

@@ -227,11 +227,11 @@ def test_a_share_of_each_group_is_scored_and_at_least_one(share: float, taken: i
         for group in range(2)
         for index in range(8)
     ]
-    total = torch.arange(16.0).reshape(2, 8)
+    components = torch.arange(16.0).reshape(2, 8, 1)
     with HeldOutScoring(heldout, 8, None) as check:
         for group in (1, 0):
             check.add(group, rollouts[group * 8 : group * 8 + 8])
-        checked = check.checked(total)
+        checked = check.checked(components, [1.0])
     assert seen == [f"{group}{index}" for group in range(2) for index in range(taken)]
     assert checked.pairs == [(8.0 * group + index, 2.0) for group in range(2) for index in range(taken)]
 
@@ -244,10 +244,30 @@ def test_rows_that_one_of_them_does_not_apply_to_are_left_out_and_failures_count
     rollouts = [Rollout(Prompt(0, "q", (1,)), (5,), (-0.1,), "stop", "x") for _ in range(4)]
     with HeldOutScoring(heldout, 4, None) as check:
         check.add(0, rollouts)
-        checked = check.checked(torch.tensor([[0.5, 0.5, 0.5, math.nan]]))
+        checked = check.checked(torch.tensor([[0.5, 0.5, 0.5, math.nan]]).unsqueeze(-1), [1.0])
     assert (checked.pairs, checked.errors) == ([(0.5, 1.0)], 1.0)
     found = watch().observe([checked, Checked([(1.5, 0.0)], errors=2.0)])
     assert (found["heldout/train_reward"], found["heldout/score"], found["heldout/errors"]) == (1.0, 0.5, 3.0)
+
+
+def test_the_training_reward_is_weighed_alike_in_all_steps() -> None:
+    """Two parts and NaN where one does not apply: 2·1 + 0.5·4 = 4, 2·1 = 2, and nothing."""
+    heldout = HeldOut(combine([one]), share=1.0)
+    rollouts = [Rollout(Prompt(0, "q", (1,)), (5,), (-0.1,), "stop", "x") for _ in range(3)]
+    with HeldOutScoring(heldout, 3, None) as check:
+        check.add(0, rollouts)
+        nan = math.nan
+        checked = check.checked(torch.tensor([[[1.0, 4.0], [1.0, nan], [nan, nan]]]), [2.0, 0.5])
+    assert checked.pairs == [(4.0, 1.0), (2.0, 1.0)]
+
+
+def test_a_weight_that_rises_is_no_rise_of_the_reward(tmp_path: Path) -> None:
+    """`digits` has a weight of 1 at last and of 0.25 in step 1: its mean is compared at the weight of 1."""
+    parts = "reward.components=[{name: plugs:digits, weight: {0: 0.0, 4: 1.0}}]"
+    words = (*SMALL, "reward=weighted_sum", parts, "reward.heldout=format", "reward.heldout_share=1")
+    assert toolbox_train(*words, "trainer.max_steps=4", f"run_dir={tmp_path / 'run'}") == 0
+    for line in all_metrics(tmp_path / "run"):
+        assert line["heldout/train_reward"] == pytest.approx(line["rewards/digits/mean"], abs=1e-6)
 
 
 # ---- from YAML, in runs
@@ -283,7 +303,11 @@ def test_a_resumed_run_compares_with_the_steps_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("reward.heldout=format",), ("reward.heldout={name: format, layout: think}", "reward.heldout_share=1")]
+    "words",
+    [
+        ("reward.heldout=format",),
+        ("reward.heldout={name: format, layout: think}", "reward.heldout_share=1"),
+    ],
 )
 def test_its_form_is_that_of_a_reward(words: Sequence[str], tmp_path: Path) -> None:
     run_dir = f"run_dir={tmp_path / 'run'}"
@@ -312,6 +336,10 @@ def test_its_columns_are_checked_like_any_rewards() -> None:
         (["reward.heldout={name: format, layot: think}"], "reward.heldout.layot is not an option of format"),
         (["reward.heldout={layout: think}"], "names no reward"),
         (["reward.heldout=[format]"], "names no reward"),
+        (
+            ["reward.heldout.name=format"],
+            "reward.heldout is one value: reward.heldout=my_module:my_fn, or with options",
+        ),
         (["reward.heldout=format", "reward.heldout_share=0"], "reward.heldout_share=0 is not a share above 0"),
         (["reward.heldout=format", "reward.heldout_share=a"], "reward.heldout_share='a' is not a share"),
         (["reward.heldout=format", "reward.heldout_window=3"], "reward.heldout_window=3 is not a whole number from 4"),

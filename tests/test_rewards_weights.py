@@ -271,6 +271,34 @@ def test_a_stateful_function_of_the_users_is_kept_in_the_checkpoint(
     assert [line["reward_mean"] for line in all_metrics(tmp_path / "run")] == [1.0, 2.0, 3.0]
 
 
+def test_the_state_of_a_method_is_its_objects_and_a_torch_modules_weights_are_none() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def pay(self, completions: list[str]) -> list[float]:
+            self.calls += 1
+            return [float(self.calls)] * len(completions)
+
+        def state_dict(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.calls = state["calls"]
+
+    class Net(torch.nn.Linear):
+        def forward(self, **kwargs: list[str]) -> list[float]:  # type: ignore[override]
+            return [0.0] * len(kwargs["completions"])
+
+    first, second = (combine([Counter().pay, Net(1, 1)]) for _ in range(2))
+    first(completions=["a"])
+    saved = first.state_dict()
+    assert saved["Net"]["function"] is None
+    first(completions=["a"])  # what is saved is a copy
+    second.load_state_dict(saved)
+    assert second(completions=["a"]) == [2.0]
+
+
 def test_an_adaptive_reward_of_the_users_module_is_plugged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "adapted.py").write_text(
         "from grpo_toolbox.rewards import AdaptiveReward\n"

@@ -125,7 +125,8 @@ def _scored(
             drawn = rollout(run.engine, prompts, size, sampling, on_group)
         with clock("reward"):
             scores = scoring.scores()
-            return drawn, scores, check.checked(scores.total)
+            settled = run.reward.settled(run.info.max_steps)
+            return drawn, scores, check.checked(scores.components, [part.weight for part in settled.components])
 
 
 def _prompts(run: Run, wanted: int, parts: Sequence[Scores]) -> Iterator[list[Prompt]]:

@@ -12,7 +12,7 @@ from grpo_toolbox.config.schema import DataConfig, RolloutConfig, RunConfig
 from grpo_toolbox.data import load_rows
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.paths import resolve_model_path
-from grpo_toolbox.rewards import Reward, build_reward, check_options
+from grpo_toolbox.rewards import Reward, build_reward, check_options, named_reward
 
 Rows = list[dict[str, Any]]
 
@@ -77,6 +77,9 @@ def fitting_reward(config: RunConfig, rows: Rows) -> Reward:
 
 def _loads_a_model(options: Mapping[str, Any]) -> bool:
     """Whether building the reward may take long; a class of the user's may do anything when it is made."""
+    heldout = named_reward(options.get("heldout"), "reward.heldout")
+    if heldout is not None and _loads_a_model(heldout):
+        return True
     name = options["name"]
     if name == "weighted_sum":
         return any(map(_loads_a_model, options["components"]))

@@ -16,9 +16,13 @@ OTHER_PARTS = {
     "trainer.algorithm": (
         "trainer.algorithm: algorithms are composed of advantage= and objective= here, see `toolbox train --help`."
     ),
+    "reward.heldout": (
+        "reward.heldout is one value: reward.heldout=my_module:my_fn, or with options "
+        "'reward.heldout={name: exact_match, extract: boxed}'."
+    ),
     "launcher": "launcher: there are no launchers in this version. Start `toolbox train` on the machine itself.",
 }
-"""Keys of other tools that people try here."""
+"""Keys that people try here, of other tools among them."""
 _POINTER = " `toolbox train --help` lists groups and keys."
 
 

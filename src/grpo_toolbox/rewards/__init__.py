@@ -6,8 +6,9 @@ reward function, the members and their options stand in docs/rewards.md.
 
 from grpo_toolbox.rewards.adaptive import AdaptiveReward, AdaptiveWeight
 from grpo_toolbox.rewards.budget import ErrorBudget
-from grpo_toolbox.rewards.build import COMMON, REWARDS, build_reward, check_options, weighted_sum
-from grpo_toolbox.rewards.contract import Component, Reward, RewardFunction, TrainerState, combine
+from grpo_toolbox.rewards.build import COMMON, REWARDS, build_reward, check_options, named_reward, weighted_sum
+from grpo_toolbox.rewards.component import Component, RewardFunction
+from grpo_toolbox.rewards.contract import Reward, combine
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
 from grpo_toolbox.rewards.heldout import Divergence, HeldOut, HeldOutScoring
@@ -16,6 +17,7 @@ from grpo_toolbox.rewards.length import length_penalty
 from grpo_toolbox.rewards.model import reward_model
 from grpo_toolbox.rewards.scoring import Scoring, joined_metrics, score_rollouts
 from grpo_toolbox.rewards.text import completion_text
+from grpo_toolbox.rewards.weights import TrainerState
 
 __all__ = [
     "COMMON",
@@ -40,6 +42,7 @@ __all__ = [
     "joined_metrics",
     "length_penalty",
     "llm_judge",
+    "named_reward",
     "reward_model",
     "score_rollouts",
     "weighted_sum",

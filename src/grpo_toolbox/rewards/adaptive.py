@@ -12,7 +12,7 @@ from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.rewards.signatures import function_name
 
 if TYPE_CHECKING:
-    from grpo_toolbox.rewards.contract import TrainerState
+    from grpo_toolbox.rewards.weights import TrainerState
 
 
 class AdaptiveWeight:

@@ -10,7 +10,7 @@ from grpo_toolbox.errors import RewardError
 from grpo_toolbox.rewards.outcomes import Kind, Outcome
 
 if TYPE_CHECKING:
-    from grpo_toolbox.rewards.contract import Component
+    from grpo_toolbox.rewards.component import Component
 
 Place = Callable[[int], str]
 FAILED = (str(Kind.ERROR), str(Kind.TIMEOUT))

@@ -12,7 +12,8 @@ from typing import Any
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
 from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards.code import code, hack_monitor
-from grpo_toolbox.rewards.contract import ON_ERROR, Component, Reward, RewardFunction, combine
+from grpo_toolbox.rewards.component import ON_ERROR, Component, RewardFunction
+from grpo_toolbox.rewards.contract import Reward, combine
 from grpo_toolbox.rewards.duplicates import duplicate_penalty
 from grpo_toolbox.rewards.exact import exact_match
 from grpo_toolbox.rewards.formats import format_reward
@@ -100,7 +101,7 @@ def _with_settings(part: Component, settings: Mapping[str, Any]) -> Component:
 
 
 def _heldout(options: Mapping[str, Any], where: str) -> HeldOut | None:
-    named = _named(options.get("heldout"), f"{where}.heldout")
+    named = named_reward(options.get("heldout"), f"{where}.heldout")
     if named is None:
         return None
     settings = {"share": "heldout_share", "window": "heldout_window", "on_hacking": "on_hacking"}
@@ -111,12 +112,12 @@ def _heldout(options: Mapping[str, Any], where: str) -> HeldOut | None:
     return HeldOut(replace(reward, components=parts), **given)
 
 
-def _named(heldout: Any, where: str) -> dict[str, Any] | None:
-    """Read a held-out reward: a name, or a mapping with one."""
+def named_reward(heldout: Any, where: str) -> dict[str, Any] | None:
+    """Read what a held-out reward is called and its options, from a name or a mapping with one; None for none."""
     if heldout is None:
         return None
     named = {"name": heldout} if isinstance(heldout, str) else heldout
-    if not isinstance(named, Mapping) or "name" not in named:
+    if not isinstance(named, Mapping) or named.get("name") is None:
         raise ConfigError(f"{where}={heldout!r} names no reward: write a name, or {{name: exact_match, ...}}.")
     return {str(key): value for key, value in named.items()}
 
@@ -184,7 +185,7 @@ def _check_common(where: str, settings: Mapping[str, Any]) -> None:
     on_hacking = settings.get("on_hacking", "warn")
     if on_hacking not in ON_HACKING:
         raise unknown_option(f"{where}.on_hacking", on_hacking, ON_HACKING)
-    named = _named(settings.get("heldout"), f"{where}.heldout")
+    named = named_reward(settings.get("heldout"), f"{where}.heldout")
     if named is not None:
         for key in HELD_OUT:
             if key in named:

@@ -25,7 +25,8 @@ from grpo_toolbox.rewards.values import read_values
 
 if TYPE_CHECKING:
     from grpo_toolbox.rewards.budget import ErrorBudget
-    from grpo_toolbox.rewards.contract import Component, TrainerState
+    from grpo_toolbox.rewards.component import Component
+    from grpo_toolbox.rewards.weights import TrainerState
 
 PROGRAMMING_ERRORS = (LookupError, TypeError, NameError, AttributeError, ImportError, NotImplementedError, ConfigError)
 """Raised on every row, these are a fault of the function and no outage: they stop the run in any case."""

@@ -8,110 +8,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError, RewardError, suggest, unknown_option
 from grpo_toolbox.rewards.adaptive import AdaptiveReward, AdaptiveWeight
 from grpo_toolbox.rewards.calling import Batch, Rows, check_given
+from grpo_toolbox.rewards.component import ON_ERROR, Component, RewardFunction
 from grpo_toolbox.rewards.outcomes import Outcome
-from grpo_toolbox.rewards.signatures import CONTRACT, Signature, function_name, is_async, read_signature, unwrapped
+from grpo_toolbox.rewards.signatures import CONTRACT, function_name, unwrapped
 from grpo_toolbox.rewards.values import FLOAT32_MAX
-from grpo_toolbox.rewards.weights import Factor, read_weight
+from grpo_toolbox.rewards.weights import TrainerState, read_weight
 
 if TYPE_CHECKING:
     from grpo_toolbox.rewards.heldout import HeldOut
 
-RewardFunction = Callable[..., Any]
-ON_ERROR = ("stop", "skip")
-MAX_ERROR_RATE = 0.05
-ERROR_WINDOW = 500
 TOTAL = "_total"
 """How the names of metrics end that add up over calls, components and the parts of a step."""
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Where the run stands, for rewards that change with time."""
-
-    step: int
-    """The step that the completions belong to, counted from 1; in an evaluation the one that comes next."""
-    max_steps: int
-    evaluating: bool = False
-    """Whether the completions are of an evaluation, and not trained on."""
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps finished so far, by the name that transformers uses."""
-        return self.step - 1
-
-
-@dataclass
-class Nature:
-    """What calling a function has shown of it."""
-
-    waits: bool = False
-    """Whether it returned a coroutine."""
-
-
-@dataclass(frozen=True)
-class Component:
-    """One function of a reward."""
-
-    name: str
-    weight: float
-    function: RewardFunction
-    on_error: str = "stop"
-    """What an exception does: `stop` the run, or `skip` (score None) the rows on which the function raises."""
-    timeout_s: float | None = None
-    """Seconds that one call may take; one that takes longer has failed. None: any time."""
-    max_error_rate: float | None = None
-    """Share of a window of completions on which a tolerant function may fail before the run stops; None: 5%."""
-    error_window: int | None = None
-    """Completions in that window; None: 500."""
-    factors: tuple[Factor, ...] = ()
-    """What the weight is multiplied with where it moves: schedules, adaptive weights."""
-    nature: Nature = field(default_factory=Nature, repr=False, compare=False)
-
-    @functools.cached_property
-    def signature(self) -> Signature:
-        """Which keyword arguments the function takes."""
-        return read_signature(self.function)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the function is known to return a coroutine."""
-        return is_async(self.function) or self.nature.waits
-
-    @property
-    def window(self) -> int:
-        """Completions in the window that failures are counted in."""
-        return ERROR_WINDOW if self.error_window is None else self.error_window
-
-    @property
-    def error_rate(self) -> float:
-        """Share of the window that may fail."""
-        return MAX_ERROR_RATE if self.max_error_rate is None else self.max_error_rate
-
-    @property
-    def most_failures(self) -> int:
-        """Failures that a window may hold."""
-        return int(self.error_rate * self.window + 1e-9)
-
-    def weight_at(self, state: TrainerState | None) -> float:
-        """The weight for the completions of a step."""
-        weight = self.weight
-        for factor in self.factors:
-            weight *= factor.at(state)
-        return weight
-
-    def settled_weight(self, max_steps: int) -> float:
-        """The weight for evaluations."""
-        weight = self.weight
-        for factor in self.factors:
-            weight *= factor.settled(max_steps)
-        return weight
 
 
 @dataclass(frozen=True)
@@ -150,13 +63,13 @@ class Reward:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: adaptive weights, and the state of functions that have a `state_dict`."""
-        return {part.name: _state(part) for part in self._all_components()}
+        return {part.name: part.state_dict() for part in self._all_components()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; a component that is new with the resume starts afresh."""
         for part in self._all_components():
             if part.name in state:
-                _restore(part, state[part.name])
+                part.load_state_dict(state[part.name])
 
     def columns_needed(self) -> tuple[str, ...]:
         """The data columns without which some function cannot be called."""
@@ -342,31 +255,6 @@ def _components(function: RewardFunction, weight: Any, on_error: str) -> tuple[C
 
 def _name(function: RewardFunction) -> str:
     return function.name if isinstance(function, Reward) else function_name(function)
-
-
-def _state(part: Component) -> dict[str, Any]:
-    weights = [factor.state_dict() if isinstance(factor, AdaptiveWeight) else None for factor in part.factors]
-    function: Any = unwrapped(part.function)
-    own = deepcopy(function.state_dict()) if _is_stateful(function) else None
-    return {"waits": part.nature.waits, "weights": weights, "function": own}
-
-
-def _restore(part: Component, state: Mapping[str, Any]) -> None:
-    part.nature.waits = state["waits"]
-    saved = state["weights"] if len(state["weights"]) == len(part.factors) else [None] * len(part.factors)
-    for factor, own in zip(part.factors, saved, strict=True):
-        if isinstance(factor, AdaptiveWeight) and own is not None:
-            factor.load_state_dict(own)
-    function: Any = unwrapped(part.function)
-    if state["function"] is not None and _is_stateful(function):
-        function.load_state_dict(state["function"])
-
-
-def _is_stateful(function: Any) -> bool:
-    """Whether a function keeps a state for the checkpoint; a torch module's weights are no state of the run."""
-    return all(hasattr(function, name) for name in ("state_dict", "load_state_dict")) and not hasattr(
-        function, "named_parameters"
-    )
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:

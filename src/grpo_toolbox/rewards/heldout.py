@@ -1,9 +1,10 @@
 """A verifier that is never trained on, and a test of whether the training reward has parted from it.
 
-Each step, some completions of every group are scored by both. Let aₜ and hₜ be the step's mean training reward and mean
-held-out score over them. The newer half of the last 2·w steps is compared with the older half, for w = W, 2·W and 4·W.
-With s_a and s_h the standard deviations of single completions over those steps (within steps and between them), Δ the
-difference of the halves' means and SE its standard error from the spread of steps (Welch, 1947):
+Each step, some completions of every group are scored by both. Let aₜ and hₜ be the step's mean training reward, with
+the weights that evaluations have, and mean held-out score over them. The newer half of the last 2·w steps is compared
+with the older half, for w = W, 2·W and 4·W. With s_a and s_h the standard deviations of single completions over those
+steps (within steps and between them), Δ the difference of the halves' means and SE its standard error from the spread
+of steps (Welch, 1947):
 
     the training reward rises      z_train = Δa / SE(a)                            > 3.5
     the held-out score lags        z_lag   = Δd / SE(d),  dₜ = aₜ/(2·s_a) − hₜ/s_h  > 3.5
@@ -28,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from grpo_toolbox.errors import ConfigError, RewardError, unknown_option
 from grpo_toolbox.rewards.budget import ErrorBudget
-from grpo_toolbox.rewards.contract import Reward, TrainerState
+from grpo_toolbox.rewards.contract import Reward
 from grpo_toolbox.rewards.scoring import Scoring
+from grpo_toolbox.rewards.weights import TrainerState
 from grpo_toolbox.types import Rollout
 
 if TYPE_CHECKING:
@@ -132,12 +134,16 @@ class HeldOutScoring:
         if self._scoring is not None:
             self._scoring.add(group * self._taken, rollouts[: self._taken])
 
-    def checked(self, total: Tensor) -> Checked:
-        """Finish; `total` (P, G) are the training rewards of the batch."""
+    def checked(self, components: Tensor, weights: Sequence[float]) -> Checked:
+        """Finish; `components` (P, G, R) are what the training reward's parts said, to be weighed with `weights`.
+
+        The weights should stay the same through the run, or the reward would rise because a weight does.
+        """
         if self._scoring is None:
             return Checked()
         scores = self._scoring.scores()
-        both = zip(total[:, : self._taken].flatten().tolist(), scores.total.flatten().tolist(), strict=True)
+        rows = components[:, : self._taken].flatten(0, 1).tolist()
+        both = zip((_total(row, weights) for row in rows), scores.total.flatten().tolist(), strict=True)
         seconds = sum(scores.metrics[f"time/{name}"] for name in scores.names)
         pairs = [pair for pair in both if not any(map(math.isnan, pair))]
         return Checked(pairs, scores.metrics["reward_errors"], seconds)
@@ -233,6 +239,12 @@ def compare(steps: Sequence[StepMeans]) -> Comparison:
         for gain, score in zip(train, held, strict=True)
     ]
     return Comparison(steps, _z(train), _z(lag), _z(held))
+
+
+def _total(scores: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted sum of what applies, NaN where nothing does."""
+    paid = [weight * score for weight, score in zip(weights, scores, strict=True) if not math.isnan(score)]
+    return math.fsum(paid) if paid else math.nan
 
 
 def _spread(means: Sequence[float], variances: Sequence[float]) -> float:

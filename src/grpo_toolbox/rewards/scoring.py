@@ -12,10 +12,12 @@ from typing import Any, Self
 from grpo_toolbox.errors import DataError, RewardError
 from grpo_toolbox.rewards.budget import ErrorBudget
 from grpo_toolbox.rewards.calling import Batch, Rows
-from grpo_toolbox.rewards.contract import TOTAL, Component, Reward, TrainerState
+from grpo_toolbox.rewards.component import Component
+from grpo_toolbox.rewards.contract import TOTAL, Reward
 from grpo_toolbox.rewards.outcomes import Kind, Outcome
 from grpo_toolbox.rewards.signatures import CONTRACT
 from grpo_toolbox.rewards.token_rewards import COLUMN, token_rewards
+from grpo_toolbox.rewards.weights import TrainerState
 from grpo_toolbox.types import Rollout, Scores
 
 log = logging.getLogger(__name__)

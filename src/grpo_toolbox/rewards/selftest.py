@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from numbers import Real
 
 from grpo_toolbox.rewards.answers import gold_answer, same_answer
-from grpo_toolbox.rewards.contract import Component, Reward
+from grpo_toolbox.rewards.component import Component
+from grpo_toolbox.rewards.contract import Reward
 from grpo_toolbox.rewards.golds import FORMS
 from grpo_toolbox.rewards.scoring import score_rollouts
 from grpo_toolbox.rewards.signatures import is_async, unwrapped

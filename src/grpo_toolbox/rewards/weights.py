@@ -8,16 +8,29 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from grpo_toolbox.errors import ConfigError, RewardError, unknown_option
 from grpo_toolbox.plugins import plug_in
 from grpo_toolbox.rewards.adaptive import AdaptiveWeight
 
-if TYPE_CHECKING:
-    from grpo_toolbox.rewards.contract import TrainerState
-
 SHAPES = ("linear", "step")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run stands, for rewards that change with time."""
+
+    step: int
+    """The step that the completions belong to, counted from 1; in an evaluation the one that comes next."""
+    max_steps: int
+    evaluating: bool = False
+    """Whether the completions are of an evaluation, and not trained on."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps finished so far, by the name that transformers uses."""
+        return self.step - 1
 
 
 class Factor(Protocol):
@@ -140,6 +153,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _last(max_steps: int) -> TrainerState:
-    from grpo_toolbox.rewards.contract import TrainerState
-
     return TrainerState(max_steps, max_steps, evaluating=True)
