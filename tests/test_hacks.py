@@ -29,8 +29,16 @@ def test_an_honest_or_merely_wrong_program_is_not_flagged(name: str, program: st
     assert detect_hacks(program) == []
 
 
+def test_precision_and_recall_on_all_of_them() -> None:
+    flagged = [bool(detect_hacks(program)) for _, _, program in HACKS]
+    mistaken = [bool(detect_hacks(program)) for _, program in HONEST]
+    recall = sum(flagged) / len(flagged)
+    precision = sum(flagged) / (sum(flagged) + sum(mistaken))
+    assert (precision, recall) == (1.0, 1.0)
+
+
 def test_the_set_is_large_enough_to_say_something() -> None:
-    """At least 60 programs, about half of them honest, all but one of them Python; precision and recall are 1 here."""
+    """At least 60 programs of each sort, all but one of them Python."""
     assert len(HACKS) >= 60
     assert len(HONEST) >= 60
     assert {kind for kind, _, _ in HACKS} == set(KINDS)
