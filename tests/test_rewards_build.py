@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_toolbox.config.schema import RewardConfig
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.rewards import REWARDS, build_reward, check_options, combine
+from grpo_toolbox.rewards import (
+    COMMON,
+    REWARDS,
+    AdaptiveWeight,
+    HeldOut,
+    TrainerState,
+    build_reward,
+    check_options,
+    combine,
+)
 
 CONF = Path(str(files("grpo_toolbox"))) / "conf" / "reward"
 
@@ -179,7 +189,7 @@ def test_on_error_holds_for_one_component_or_for_all() -> None:
 def test_the_python_of_the_documentation_runs() -> None:
     text = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) >= 2
     exec("\n".join(blocks), {})
 
 
@@ -187,3 +197,59 @@ def test_the_yaml_of_the_documentation_is_the_shipped_one() -> None:
     text = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
     written = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[0])["reward"]
     assert {**written, "on_error": "stop"} == yaml.safe_load((CONF / "weighted_sum.yaml").read_text())
+
+
+def test_the_moving_weights_of_the_documentation_are_read() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+    (block,) = (one for one in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL) if "adaptive" in one)
+    parts = yaml.safe_load(block)
+    parts[2]["weight"] = "math:sqrt"  # a function that is there
+    reward = build_reward("weighted_sum", components=parts)
+    state = TrainerState(100, 500)
+    assert [part.weight_at(state) for part in reward.components] == pytest.approx([0.6, 1.0, 10.0, 1.0])
+    adaptive = reward.components[3].factors[0]
+    assert vars(adaptive) == vars(AdaptiveWeight())  # the page shows the defaults
+
+
+# ---- settings that every reward has
+
+
+def test_the_settings_of_every_reward_are_the_keys_of_the_schema_with_the_defaults_of_the_code() -> None:
+    settings = vars(RewardConfig())
+    assert tuple(settings) == COMMON
+    part = build_reward("format").components[0]
+    assert (part.on_error, part.timeout_s) == (settings["on_error"], settings["timeout_s"])
+    assert (part.error_rate, part.window) == (settings["max_error_rate"], settings["error_window"])
+    heldout = HeldOut(build_reward("format"))
+    found = (heldout.share, heldout.window, heldout.on_hacking)
+    assert found == (settings["heldout_share"], settings["heldout_window"], settings["on_hacking"])
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_no_member_has_an_option_of_their_names(name: str) -> None:
+    assert not {*COMMON, "name", "weight", "where"} & set(inspect.signature(REWARDS[name]).parameters)
+
+
+def test_a_part_keeps_what_it_sets_for_itself_and_takes_the_rest_from_the_sum() -> None:
+    parts = [{"name": "format", "timeout_s": 5, "max_error_rate": 0.5}, {"name": "length_penalty"}]
+    reward = build_reward("weighted_sum", components=parts, timeout_s=30.0, max_error_rate=0.1, error_window=100)
+    assert [part.timeout_s for part in reward.components] == [5, 30.0]
+    assert [part.most_failures for part in reward.components] == [50, 10]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"timeout_s": 0}, r"reward\.timeout_s=0 is not seconds above 0, or null for any time"),
+        ({"timeout_s": float("nan")}, r"reward\.timeout_s=nan"),
+        ({"timeout_s": True}, r"reward\.timeout_s=True"),
+        ({"timeout_s": "soon"}, r"reward\.timeout_s='soon'"),
+        ({"max_error_rate": -0.1}, r"reward\.max_error_rate=-0\.1 is not a share from 0 to 1"),
+        ({"max_error_rate": None}, r"reward\.max_error_rate=None"),
+        ({"error_window": 0}, r"reward\.error_window=0 is not a whole number from 1 on"),
+        ({"error_window": 2.5}, r"reward\.error_window=2\.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_reward("format", **settings)
