@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_toolbox.models.linear import fast_linear, packed_linear
 from grpo_toolbox.onednn import blocked, multiply, suits, works
+from small_models import build
 
 pytestmark = pytest.mark.skipif(not works(), reason="torch was built without oneDNN's operators")
 
@@ -184,3 +186,33 @@ def test_llama_s_mlp_is_one():
     model = AutoModelForCausalLM.from_config(config)
     with fast_linear(model):
         assert "forward" in vars(model.model.layers[0].mlp)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapted(**options: Any) -> Any:
+    """A model whose q_proj and down_proj carry an adapter that does something."""
+    sizes = {"hidden_size": 256, "intermediate_size": 300}
+    model = get_peft_model(build("llama", **sizes), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}], ids=["plain", "DoRA", "bias"])
+@torch.no_grad()
+def test_an_adapter_is_merged_into_the_copy_where_that_is_what_it_computes(options):
+    model, ids = adapted(**options), torch.tensor([[5, 6, 7, 8]])
+    plain = model(input_ids=ids).logits
+    with packed_linear(model, 4):
+        packed = model(input_ids=ids).logits
+        layer = model.get_base_model().model.layers[0].self_attn.q_proj
+        assert ("forward" in vars(layer), "forward" in vars(layer.base_layer)) == (not options, bool(options))
+    torch.testing.assert_close(packed, plain, atol=1e-3, rtol=1e-4)
+    with model.disable_adapter(), packed_linear(model, 4):
+        without = model(input_ids=ids).logits
+    assert (without - plain).abs().max() > 0.1

@@ -20,13 +20,14 @@ from exact_llama import (
     some_silent,
     step_gradient,
 )
-from grpo_toolbox.batch import Batch
+from grpo_toolbox.batch import Batch, collate
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.load import Reference
 from grpo_toolbox.objectives import Objective
 from grpo_toolbox.run import Run, UpdateSettings
-from grpo_toolbox.types import Sampling
-from grpo_toolbox.update import update
+from grpo_toolbox.types import Rollout, Sampling
+from grpo_toolbox.update import policy_logps, update
+from toolbox_runs import built_run
 
 objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 
@@ -97,3 +98,28 @@ def test_two_epochs_are_two_gradient_steps_against_the_first_policy(objective: O
     assert_same(parameters - start, moved - start)
     assert metrics["grad_norm"] == pytest.approx(float(gradient.norm()))
     assert metrics["lr"] == 0.1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_equal_completions_are_forwarded_once_and_count_as_often_as_they_stand(packed, tmp_path):
+    """Four rows of which three are equal, with advantages that do not cancel: the gradient of the padded forward."""
+    run = built_run(f"run_dir={tmp_path / 'run'}", "experiment=grpo_tiny", "objective.beta=0.1")
+    prompt = run.data.next(1)[0]
+    rollouts = [Rollout(prompt, ids, (-1.0,) * 3, "length", "") for ids in ((5, 6, 7), (5, 6, 7), (6, 5, 7), (5, 6, 7))]
+    batch = collate(rollouts, torch.tensor([[1.0, 0.5, -1.0, 2.0]]))
+
+    def gradient(batch: Batch, settings: UpdateSettings) -> list[Tensor]:
+        run.settings = settings
+        logps, entropy = policy_logps(run, batch)
+        run.policy.zero_grad()
+        ((logps * batch.advantages) + 0.1 * entropy)[batch.mask].sum().backward()
+        return [one.grad.clone() for one in run.policy.parameters()]
+
+    ours = gradient(batch, replace(run.settings, packed=packed))
+    plain = gradient(batch, replace(run.settings, packed=False))
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    rows, place = batch.distinct()
+    assert (rows.completions, place.tolist()) == (((5, 6, 7), (6, 5, 7)), [0, 0, 1, 0])
+    assert rows.forward_tokens == len(prompt.ids) + 6
+    assert rows.distinct() == (rows, None)

@@ -70,6 +70,18 @@ class Batch:
             **columns,
         )
 
+    def distinct(self) -> tuple[Batch, Tensor | None]:
+        """Return the rows that differ in prompt or completion, and where among them each row (B,) stands.
+
+        None in place of the latter where all differ. A model without noise says the same about equal rows.
+        """
+        places: dict[tuple[int, tuple[int, ...]], int] = {}
+        index = [places.setdefault(row, len(places)) for row in zip(self.group, self.completions, strict=True)]
+        if len(places) == len(self):
+            return self, None
+        firsts = [index.index(place) for place in range(len(places))]
+        return self.select(firsts), torch.tensor(index, device=self.mask.device)
+
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`."""
         tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -77,7 +77,8 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 meter.add_mismatch(old_logps, micro.sampler_logps, micro.mask)
                 micros[index] = replace(micro, old_logps=old_logps)
         meter.grad_norm = _step(run, meter, number)
-    trained = {"rows_trained": float(len(rows)), "forward_tokens": float(sum(micro.forward_tokens for micro in micros))}
+    tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)
+    trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens)}
     return meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
 
 
@@ -135,7 +136,14 @@ def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
 
 def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
     with autocast(run.device, run.settings.autocast):
-        return completion_logps(model, micro, temperature=run.sampling.temperature or 1.0, packed=run.settings.packed)
+        rows, place = _forwarded(run, micro)
+        both = completion_logps(model, rows, temperature=run.sampling.temperature or 1.0, packed=run.settings.packed)
+    return both if place is None else (both[0][place], both[1][place])
+
+
+def _forwarded(run: Run, micro: Batch) -> tuple[Batch, Tensor | None]:
+    """Return the rows that the model runs over: equal ones once, where nothing counts each row's tokens."""
+    return micro.distinct() if run.settings.packed and not run.settings.router_aux_coef else (micro, None)
 
 
 def _hidden(run: Run, micro: Batch) -> Tensor:

@@ -66,6 +66,7 @@ class LocalEngine:
         At most `max_rows` rows are decoded at a time, or one group where that is larger: it shares its prompt.
         """
         rollouts: dict[int, Rollout] = {}
+        texts: dict[tuple[int, ...], str] = {}
         device = next(self._model.parameters()).device
         # in the precision of the training forward, or the two would disagree about log-probs
         with (
@@ -76,9 +77,8 @@ class LocalEngine:
         ):
             decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
             while decoding.fill(self._max_rows):
-                for row in decoding.draw():
-                    prompt = prompts[row // group_size]
-                    rollouts[row] = self._rollout(prompt, *decoding.completion(row))
+                for row, ids, logps in decoding.draw():
+                    rollouts[row] = self._rollout(prompts[row // group_size], ids, logps, texts)
                     if on_finished is not None:
                         on_finished(row, rollouts[row])
                 decoding.forward(self._max_rows)
@@ -97,10 +97,14 @@ class LocalEngine:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _rollout(self, prompt: Prompt, ids: list[int], logps: list[float]) -> Rollout:
+    def _rollout(
+        self, prompt: Prompt, drawn: list[int], logps: list[float], texts: dict[tuple[int, ...], str]
+    ) -> Rollout:
+        ids = tuple(drawn)
         finish = "stop" if ids and ids[-1] in self._stop_ids else "length"
-        text = self._decode(ids, finish)
-        return Rollout(prompt, tuple(ids), tuple(logps), finish, text, self._version)  # type: ignore[arg-type]
+        if ids not in texts:  # equal completions are decoded once
+            texts[ids] = self._decode(ids, finish)
+        return Rollout(prompt, ids, tuple(logps), finish, texts[ids], self._version)  # type: ignore[arg-type]
 
 
 class _Decoding:
@@ -147,8 +151,8 @@ class _Decoding:
         self._entered += count
         return True
 
-    def draw(self) -> list[int]:
-        """Draw a token for every row that goes on, and return the rows that it finished."""
+    def draw(self) -> list[tuple[int, list[int], list[float]]]:
+        """Draw a token for every row that goes on; return the rows that it finished, each with ids and log-probs."""
         limit, alive = self._sampling.max_new_tokens, self._alive
         place = self._drawn.clamp(max=limit - 1)  # of a row that has finished nothing is kept
         uniform = uniforms(self._keys[self._rows.cpu().numpy()], place.cpu().numpy())
@@ -161,12 +165,13 @@ class _Decoding:
         self._drawn = self._drawn + alive
         ended = torch.isin(self._tokens, self._stops) | (self._drawn >= limit)
         self._alive = alive & ~ended
-        return self._rows[alive & ended].tolist()
-
-    def completion(self, row: int) -> tuple[list[int], list[float]]:
-        """Return ids and log-probs of a row that has just finished."""
-        count = int(self._drawn[self._rows == row])
-        return self._ids[row, :count].tolist(), self._logps[row, :count].tolist()
+        finished = alive & ended
+        rows, counts = self._rows[finished], self._drawn[finished].tolist()
+        longest = max(counts, default=0)
+        drawn = zip(
+            rows.tolist(), self._ids[rows, :longest].tolist(), self._logps[rows, :longest].tolist(), strict=True
+        )
+        return [(row, ids[:n], logps[:n]) for (row, ids, logps), n in zip(drawn, counts, strict=True)]
 
     def forward(self, max_rows: int) -> None:
         """Let finished rows leave where that pays, and run the tokens just drawn of the others."""

@@ -25,7 +25,7 @@ def fast_linear(model: nn.Module) -> Iterator[None]:
     Gated MLPs whose three layers are plain keep two of their four wide activations for backward, and compute the
     others again.
     """
-    with _forwards(model, _FastForward), _gated(model):
+    with _forwards(model, _fast), _forwards(model, _gated):
         yield
 
 
@@ -33,11 +33,48 @@ def fast_linear(model: nn.Module) -> Iterator[None]:
 def packed_linear(model: nn.Module, rows: int) -> Iterator[None]:
     """Run the large linear layers of `model`, whose weights stay as they are, on blocked copies of the weights.
 
-    For inference on about `rows` rows at a time. The copies take the memory of the weights once more and cost about as
-    much as half a dozen tokens of sampling; they go with the block.
+    For inference on about `rows` rows at a time; adapters of plain LoRA are merged into the copies. These take the
+    memory of the weights once more and cost about as much as half a dozen tokens of sampling; they go with the block.
     """
-    with _forwards(model, lambda module: _PackedForward(module, rows)):
+    merged: set[int] = set()
+
+    def pack(module: nn.Module) -> _PackedForward | None:
+        if id(module) in merged:
+            return None
+        weight, bias = _whole(module)
+        if weight is None or not suits(weight):
+            return None
+        merged.add(id(getattr(module, "base_layer", None)))
+        return _PackedForward(module, weight, bias, rows)
+
+    with _forwards(model, pack):
         yield
+
+
+Forward = Callable[[Tensor], Any]
+
+
+def _fast(module: nn.Module) -> Forward | None:
+    return _FastForward(module) if type(module) is nn.Linear and suits(module.weight) else None
+
+
+def _gated(module: nn.Module) -> Forward | None:
+    return _GatedForward(module) if _is_gated_mlp(module) else None
+
+
+@torch.no_grad()
+def _whole(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight and bias that `module` multiplies by: a plain layer's, or one's under plain LoRA, merged."""
+    if type(module) is nn.Linear:
+        return module.weight, module.bias
+    kind, base = type(module), getattr(module, "base_layer", None)
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear") or type(base) is not nn.Linear:
+        return None, None
+    adapters = [name for name in module.active_adapters if name in module.lora_A]
+    biased = any(module.lora_B[name].bias is not None for name in adapters)
+    if module.disable_adapters or module.merged or module.lora_variant or biased:
+        return None, None
+    return sum((module.get_delta_weight(name) for name in adapters), base.weight), base.bias
 
 
 class _FastForward:
@@ -59,14 +96,15 @@ class _FastForward:
 class _PackedForward:
     """The same with a blocked copy of the weight."""
 
-    def __init__(self, module: nn.Linear, rows: int) -> None:
+    def __init__(self, module: nn.Module, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         self._module = module
-        self._blocked = blocked(module.weight, rows)
+        self._blocked, self._bias = blocked(weight, rows), bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Any:
         if not _is_plain(x):
-            return linear(x, self._module.weight, self._module.bias)
-        return multiply(x, self._blocked, self._module.bias)
+            kind: Any = type(self._module)
+            return kind.forward(self._module, x)
+        return multiply(x, self._blocked, self._bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -126,18 +164,6 @@ class _GatedForward:
         return _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
 
 
-@contextmanager
-def _gated(model: nn.Module) -> Iterator[None]:
-    changed = [module for module in model.modules() if "forward" not in vars(module) and _is_gated_mlp(module)]
-    try:
-        for module in changed:
-            vars(module)["forward"] = _GatedForward(module)
-        yield
-    finally:
-        for module in changed:
-            vars(module).pop("forward", None)
-
-
 def _is_gated_mlp(module: Any) -> bool:
     """Whether `module` computes D·(silu(G·x) ∘ U·x) with three large layers without bias: by name, then by trial."""
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -168,16 +194,15 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @contextmanager
-def _forwards(model: nn.Module, make: Callable[[nn.Linear], Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Give the large plain linear layers another `forward`; those that have been given one already keep it."""
-    changed = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and "forward" not in vars(module) and suits(module.weight)
-    ]
+def _forwards(model: nn.Module, make: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
+    """Give modules the `forward` that `make` has for them; those that have been given one already keep it."""
+    changed: list[nn.Module] = []
     try:
-        for module in changed:
-            vars(module)["forward"] = make(module)
+        for module in model.modules():
+            forward = None if "forward" in vars(module) else make(module)
+            if forward is not None:
+                vars(module)["forward"] = forward
+                changed.append(module)
         yield
     finally:
         for module in changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -151,6 +152,7 @@ def same_answer(answer: str, gold: str, ignore_case: bool = True) -> bool:
     return normalise(answer, ignore_case) == normalise(gold, ignore_case)
 
 
+@functools.lru_cache(maxsize=65_536)  # a group says the same few answers over and over
 def as_number(text: str) -> Fraction | None:
     """The exact value of a text that is one number, as in `5`, `Answer: 5`, `x = 5` or `5 apples`; else None."""
     text = _LABEL.sub("", plain_signs(text).strip().strip(_MARKDOWN)).strip(_MARKDOWN)
