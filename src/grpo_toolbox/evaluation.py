@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.metrics import finite_metrics, pass_rate
-from grpo_toolbox.rewards import ErrorBudget, Reward, TrainerState, score_rollouts
+from grpo_toolbox.rewards import ErrorBudget, Reward, Scoring, TrainerState
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.types import Prompt, Sampling
 
@@ -23,8 +23,9 @@ def evaluate(
 
     A prompt that no reward applies to is left out of the first two, as in training; they are left out where none does.
     """
-    rollouts = rollout(engine, prompts, 1, sampling)
-    scores = score_rollouts(reward, rollouts, 1, state, budget)
+    with Scoring(reward, 1, state, budget) as scoring:
+        rollouts = rollout(engine, prompts, 1, sampling, on_group=scoring.add)  # in groups of one, a group is a row
+        scores = scoring.scores()
     rewards = finite_metrics({"eval/reward": scores.total.nanmean(), "eval/pass@1": pass_rate(scores)})
     return rewards | {
         "eval/completion_tokens": sum(len(one.ids) for one in rollouts) / len(rollouts),

@@ -211,7 +211,10 @@ class Divergence:
             f" {_mean(held[0]):.3g} to {_mean(held[1]):.3g} on the same completions. samples.jsonl shows what is paid."
         )
         if self._heldout.on_hacking == "stop":
-            raise RewardError(f"{message} reward.on_hacking=stop ends the run here; its last finished step is saved.")
+            raise RewardError(
+                f"{message} reward.on_hacking=stop ends the run here, with its last finished step saved; resume= with"
+                " reward.on_hacking=warn goes on."
+            )
         log.warning(message)
 
     def state_dict(self) -> dict[str, Any]:
