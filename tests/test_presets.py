@@ -320,6 +320,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     # a truncated completion that is left out is never told to stop, and three tokens are soon too few
     "dapo": (*BOUNDED, "objective.mask_truncated=false"),
     "cispo": BOUNDED,
+    "gdpo": BOUNDED,
     "prorl": BOUNDED,
     # four batches of prompts at once, of 55
     "gspo": ("rollout.prompts_per_step=8",),
