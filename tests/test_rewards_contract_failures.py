@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from grpo_toolbox.rewards import Component, ErrorBudget, Reward, combine, score_
 from grpo_toolbox.rewards.limits import within
 from grpo_toolbox.rewards.outcomes import Kind, Outcome, joined
 from grpo_toolbox.types import Prompt, Rollout, Scores
+from toolbox_runs import SMALL, all_metrics, checkpoints, state, steps, toolbox_train
 
 LONG = 3600.0
 
@@ -331,3 +333,33 @@ def test_a_function_that_always_hangs_is_given_up_after_its_budget_not_after_eve
     with pytest.raises(RewardError, match="'hangs' failed on 3 of the last 10"):
         score(hangs, 200, ErrorBudget(), max_error_rate=0.2, error_window=10)
     assert asked == ["0", "0", "1", "2"]  # all together, then row by row until the third failure
+
+
+# ---- in a run
+
+
+def outage(trainer_state: Any, completions: list[str], seconds: float = 0.0) -> list[Any]:
+    """The share of digits; from step 3 on one of four completions has no answer."""
+    rows = range(len(completions))
+    down = trainer_state.step >= 3 and not trainer_state.evaluating
+    return [ConnectionError("refused") if down and row % 4 == 0 else float(row % 3) for row in rows]
+
+
+def test_a_run_stops_when_too_many_completions_fail_and_goes_on_when_what_failed_is_mended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of sixteen fail in each step from 3 on; ten may: step 5 would be the third with failures."""
+    words = (*SMALL, "reward=custom", "reward.name=test_rewards_contract_failures:outage", "reward.on_error=skip")
+    words = (*words, "reward.error_window=200", "trainer.max_steps=7", f"run_dir={tmp_path / 'run'}")
+    assert toolbox_train(*words) == 1
+    said = capsys.readouterr().err
+    assert "reward 'outage' failed on 12 of the last 200 completions (12 errors and 0 timeouts, such as prompt" in said
+    assert "ConnectionError: refused), and reward.max_error_rate=0.05 allows 10" in said
+    assert (steps(tmp_path / "run"), checkpoints(tmp_path / "run")) == ([1, 2, 3, 4], [4])
+    assert [line["rewards/outage/errors"] for line in all_metrics(tmp_path / "run")] == [0, 0, 4, 4]
+    kept = state(tmp_path / "run")["reward"]["errors"]["outage"]
+    assert (kept.count("errors"), len(kept)) == (8, 32)
+    # 8 failures are remembered, and 20 of 200 allowed: steps 5 to 7 bring 12, and an eighth would be too many
+    assert toolbox_train(f"resume={tmp_path / 'run'}", "reward.max_error_rate=0.1") == 0
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
+    assert toolbox_train(f"resume={tmp_path / 'run'}", "reward.max_error_rate=0.1", "trainer.max_steps=8") == 1
