@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from command_line import SHORT, refused, toolbox, write_module
+from grpo_toolbox.config.schema import RewardConfig
 from grpo_toolbox.objectives import Objective
 
 TWO_STEPS = ("trainer.max_steps=2", "callbacks=none")
@@ -85,7 +86,7 @@ def test_a_users_experiment_chooses_its_reward_as_the_documentation_writes_it() 
     (run_dir,) = runs()
     assert run_dir.name.startswith("mine-")
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert set(config["reward"]) == {"name", "components", "on_error"}  # nothing is left of exact_match, the default
+    assert set(config["reward"]) == {"components"} | STANDARD["reward"]  # nothing is left of exact_match, the default
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert {f"rewards/{name}/mean" for name in ("exact_match", "format", "length_penalty")} < set(last)
 
@@ -111,7 +112,7 @@ def test_a_users_experiment_builds_on_another_with_another_reward() -> None:
         ("# @package _global_\ntrainer: {max_steps: 2\nname: x", "while parsing a flow mapping in"),
         (
             "# @package _global_\ndefaults: [{override /reward: formt}]",
-            "reward=formt is not an option: custom, exact_m",
+            "reward=formt is not an option: code, cosine_length, custom",
         ),
         (
             "# @package _global_\nreward: {extrac: boxed}",
@@ -155,7 +156,7 @@ PLUG_INS = """
 STANDARD = {
     "advantage": {"name"},
     "objective": {"name"} | {field.name for field in dataclasses.fields(Objective)},
-    "reward": {"name", "on_error"},
+    "reward": {"name", *(field.name for field in dataclasses.fields(RewardConfig))},
 }
 """Keys that stand beside the options of the function that `name` names."""
 
