@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -49,7 +50,7 @@ def value(pool: Pool, body: str) -> str:
 
 @kinds
 def test_no_wall_has_a_hole(kind: str) -> None:
-    assert "f(...) is []" in value(sandboxes(kind), "import os\n" + _body(look_for_holes))
+    assert "f(...) is []" in value(sandboxes(kind), "processes = 16\n" + _body(look_for_holes))
 
 
 def _body(function: object) -> str:
@@ -67,8 +68,9 @@ def test_outside_of_a_sandbox_the_same_look_finds_holes() -> None:
         kept = os.dup(0)
         os.dup2(reading, 0)
         stack.callback(os.dup2, kept, 0)
-        found = look_for_holes()
+        found = look_for_holes(processes=3)
     assert "read standard input" in found
+    assert "start more than 3 processes" in found
     assert any(hole.startswith("see ") for hole in found)
 
 
@@ -102,7 +104,7 @@ def test_outside_of_a_sandbox_the_same_look_finds_holes() -> None:
 )
 def test_what_lies_outside_stays_there(kind: str, body: str, says: str) -> None:
     reason = value(sandboxes(kind), body)
-    assert __import__("re").search(says, reason), reason
+    assert re.search(says, reason), reason
 
 
 @kinds
@@ -254,6 +256,40 @@ def test_it_works_for_ordinary_users(kind: str) -> None:
     assert done.stdout.strip() == "[1, 0, 0]", done.stderr
 
 
+REFUSED = {
+    "its processes cannot be counted": ["unshare", "--user", "--map-root-user"],
+    "it may do nothing": ["setpriv", "--bounding-set=-all", "--inh-caps=-all"],
+}
+"""Roots that the kernel does not treat as one, and does not limit as anybody else."""
+
+
+@kinds
+@pytest.mark.parametrize("why", REFUSED)
+def test_root_without_its_privileges_is_refused_in_one_line(kind: str, why: str) -> None:
+    sandboxes(kind)
+    if not may_become_others():
+        pytest.skip("only root can give its privileges up")
+    done = run_elsewhere(kind, [*REFUSED[why], sys.executable])
+    assert done.returncode == 1
+    assert re.search(
+        r"ConfigError: reward.sandbox.*(does not come up|start more than 16)", done.stderr.splitlines()[-1]
+    )
+    assert "never retrieved" not in done.stderr
+    assert "was destroyed" not in done.stderr
+
+
+@kinds
+def test_it_works_for_an_ordinary_user_who_calls_themselves_root(kind: str) -> None:
+    sandboxes(kind)
+    if not may_become_others():
+        pytest.skip("only root can try what somebody else can do")
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    done = run_elsewhere(kind, [*user, "unshare", "--user", "--map-root-user", "/usr/bin/python3"])
+    if "No module named" in done.stderr or "Permission denied" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"another user cannot run the package here: {done.stderr.strip()[-200:]}")
+    assert done.stdout.strip() == "[1, 0, 0]", done.stderr
+
+
 # ---- nothing is left
 
 HOSTILE = (
@@ -305,7 +341,7 @@ def judge_hostile(kind: str, number: int) -> None:
             code = HOSTILE[index % len(HOSTILE)].format(token=token, double=DOUBLE, port=port)
             found = verdict(pool, code, TESTS)
             assert found.status in ("passed", "failed", "died", "raised", "output", "timeout"), found
-            boxes += [box.pid for box in pool.open]
+            boxes += [box.pid for box in pool.state.open]
         assert verdict(pool, DOUBLE, TESTS).status == "passed"
         pool.close()
     assert [pid for pid in set(boxes) if Path(f"/proc/{pid}").exists()] == []
@@ -326,7 +362,7 @@ def test_a_thousand_hostile_programs_leave_no_process_no_file_no_port(kind: str)
 def test_a_pool_that_nobody_holds_ends_its_sandboxes(kind: str) -> None:
     sandboxes(kind)
     pool = open_pool(kind, Limits(), at_once=1)
-    boxes = [box.pid for box in pool.open]
+    boxes = [box.pid for box in pool.state.open]
     thread = pool.thread
     assert boxes
     del pool
@@ -390,9 +426,9 @@ def test_who_gives_up_waiting_leaves_nothing_running(kind: str) -> None:
     asyncio.run(give_up())
     assert verdict(pool, DOUBLE, TESTS).status == "passed"
     until = time.monotonic() + 10
-    while len(pool.open) > pool.ready + 2 and time.monotonic() < until:
+    while len(pool.state.open) > pool.ready + 2 and time.monotonic() < until:
         time.sleep(0.02)
-    assert len(pool.open) <= pool.ready + 2  # those that wait, one more, and the referee
+    assert len(pool.state.open) <= pool.ready + 2  # those that wait, one more, and the referee
 
 
 # ---- no sandbox, no run

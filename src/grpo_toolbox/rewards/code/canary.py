@@ -19,7 +19,8 @@ BUILT_IN: dict[str, Callable[[Limits, View], Sandbox]] = {"bubblewrap": bubblewr
 INSTALL = (
     "Install bubblewrap (apt-get install bubblewrap), allow unprivileged user namespaces (sysctl"
     " kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined, or --cap-add"
-    " SYS_ADMIN), or set reward.sandbox=my_module:my_sandbox. Code is never run without a sandbox."
+    " SYS_ADMIN; root needs CAP_SYS_ADMIN, CAP_SETUID and CAP_SETGID), or set reward.sandbox=my_module:my_sandbox."
+    " Code is never run without a sandbox."
 )
 
 _DOUBLE = Suite("assert double(4) == 8\nassert double('a') == 'aa'", None, 2)
@@ -44,13 +45,28 @@ TRIALS: tuple[tuple[str, Problem, bool], ...] = (
 """Programs, what they are judged by, and whether they are right."""
 
 
-def look_for_holes() -> list[str]:
+def look_for_holes(processes: int) -> list[str]:
     """What a program can do in here that it must not; this function's source runs in the sandbox."""
     import os
     import socket
     import sys
 
     holes = []
+    reading, writing = os.pipe()
+    started = 0
+    try:
+        while started <= processes:
+            if os.fork() == 0:
+                os.close(writing)
+                os.read(reading, 1)  # until the parent lets go
+                os._exit(0)
+            started += 1
+        holes.append(f"start more than {processes} processes")
+    except OSError:
+        pass
+    os.close(writing)
+    for _ in range(started):
+        os.wait()
     for place in ("/", "/usr", "/dev", "/etc", "/proc/sys/kernel", os.path.dirname(os.__file__)):
         try:
             os.close(os.open(os.path.join(place, "hole"), os.O_CREAT | os.O_WRONLY))
@@ -60,8 +76,8 @@ def look_for_holes() -> list[str]:
             pass
     networks = [name for _, name in socket.if_nameindex() if name != "lo"]
     holes += [f"reach network {name}" for name in networks]
-    processes = [name for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
-    if len(processes) > 8:
+    seen_processes = [name for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+    if len(seen_processes) > 8:
         holes.append("see other processes")
     for folder in ("/home", "/var", "/root", "/etc"):
         seen = os.listdir(folder) if os.access(folder, os.R_OK) and os.path.isdir(folder) else []
@@ -130,7 +146,8 @@ async def try_pool(pool: Pool, walls: bool) -> None:
             raise SandboxError(f"a {known} program was judged {said} (it is {code!r:.60})")
     if not walls:
         return
-    code = "def look_for_holes():\n" + inspect.getsource(look_for_holes).partition("\n")[2]
-    verdict = await judge(pool, code, Problem(Table((Call("look_for_holes", (), {}, []),))))
+    code = "def look_for_holes(processes):\n" + inspect.getsource(look_for_holes).partition("\n")[2]
+    question = Call("look_for_holes", (pool.limits.processes,), {}, [])
+    verdict = await judge(pool, code, Problem(Table((question,))))
     if verdict.status != "passed":
         raise SandboxError(f"a program in it can do what it must not: {verdict.reason}")

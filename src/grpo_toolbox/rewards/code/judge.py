@@ -51,7 +51,7 @@ class Finding:
 
 async def judge(pool: Pool, code: str, problem: Problem) -> Verdict:
     """Judge a program; SandboxError where there is no verdict because the sandbox, or the test code, failed."""
-    async with pool.turns:
+    async with pool.turn():
         found = Finding()
         box = await pool.take()
         began = time.monotonic()

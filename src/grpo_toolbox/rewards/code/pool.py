@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +20,30 @@ START_SECONDS = 30.0
 ATTEMPTS = 3
 MOST_READY = 8
 """Boxes that wait, at most; more than these may be at work."""
-JUDGING = "judging"
+
+
+class State:
+    """What has to be ended with a pool."""
+
+    def __init__(self) -> None:
+        self.open: set[Box] = set()
+        self.waiting: deque[asyncio.Task[Box]] = deque()
+        """Boxes that come up, and then wait for a candidate."""
+        self.starts: set[asyncio.Task[Box]] = set()
+        """Those that come up just now."""
+        self.working: set[asyncio.Task[Any]] = set()
+        """Judges at work."""
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the pool know of the current task while the block lasts."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.working.add(task)
+        try:
+            yield
+        finally:
+            self.working.discard(task)
 
 
 class Pool:
@@ -34,38 +58,47 @@ class Pool:
         self.ready = min(at_once, MOST_READY)
         """How many boxes wait for candidates."""
         self.turns = asyncio.Semaphore(at_once)
-        self.waiting: deque[asyncio.Task[Box]] = deque()
         self.referees: list[Box] = []
-        self.open: set[Box] = set()
+        self.state = State()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=_run_loop, args=(self.loop,), name="sandboxes", daemon=True)
         self.thread.start()
-        self.finalizer = weakref.finalize(self, _shut, self.loop, self.thread, self.open, self.waiting)
+        self.finalizer = weakref.finalize(self, _shut, self.loop, self.thread, self.state)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Have a coroutine run on the pool's own loop, from any thread and any loop."""
         if not self.finalizer.alive:
             work.close()
             raise SandboxError("the sandboxes are closed")
-        return asyncio.run_coroutine_threadsafe(_named(work), self.loop)
+        return asyncio.run_coroutine_threadsafe(_at_work(self.state, work), self.loop)
 
     def close(self) -> None:
         """Kill every box and end the thread; nothing is left when this returns."""
         self.finalizer()
 
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A place among those that may judge at a time."""
+        with self.state.at_work():
+            async with self.turns:
+                yield
+
     async def take(self) -> Box:
         """A box that nobody has used; another one is started in its place. SandboxError where none comes up."""
         for attempt in range(ATTEMPTS):
-            while len(self.waiting) <= self.ready:
-                self.waiting.append(asyncio.create_task(self._start()))
-            starting = self.waiting.popleft()
+            while len(self.state.waiting) <= self.ready:
+                starting = asyncio.create_task(self._start())
+                self.state.starts.add(starting)
+                starting.add_done_callback(self.state.starts.discard)
+                self.state.waiting.append(starting)
+            starting = self.state.waiting.popleft()
             try:
                 return await asyncio.shield(starting)
             except SandboxError:
                 if attempt + 1 == ATTEMPTS:
                     raise
             except asyncio.CancelledError:  # whoever asked gave up; the next one may have it
-                self.waiting.appendleft(starting)
+                self.state.waiting.appendleft(starting)
                 raise
         raise AssertionError("unreachable")
 
@@ -92,7 +125,7 @@ class Pool:
 
     async def _close(self, box: Box) -> None:
         await box.close()
-        self.open.discard(box)
+        self.state.open.discard(box)
 
     async def _start(self) -> Box:
         """Start an interpreter, and have it take on its limits; SandboxError where it does not come up."""
@@ -102,7 +135,7 @@ class Pool:
         except OSError as error:
             raise SandboxError(f"the sandbox cannot be started: {error}") from error
         box = Box(process, self.limits)
-        self.open.add(box)
+        self.state.open.add(box)
         try:
             await within(START_SECONDS, (box,), self._greet(box))
         except (Ended, TimeoutError) as error:
@@ -121,11 +154,9 @@ class Pool:
         await box.receive()
 
 
-async def _named(work: Coroutine[Any, Any, Any]) -> Any:
-    task = asyncio.current_task()
-    assert task is not None
-    task.set_name(JUDGING)
-    return await work
+async def _at_work(state: State, work: Coroutine[Any, Any, Any]) -> Any:
+    with state.at_work():
+        return await work
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -133,21 +164,20 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
 
 
-def _shut(
-    loop: asyncio.AbstractEventLoop, thread: threading.Thread, boxes: set[Box], waiting: deque[asyncio.Task[Box]]
-) -> None:
+def _shut(loop: asyncio.AbstractEventLoop, thread: threading.Thread, state: State) -> None:
     """End a pool's boxes and its thread."""
     if threading.current_thread() is thread:  # where the last reference went; it cannot wait for itself
-        threading.Thread(target=_shut, args=(loop, thread, boxes, waiting)).start()
+        threading.Thread(target=_shut, args=(loop, thread, state)).start()
         return
 
     async def end() -> None:
-        judging = {task for task in asyncio.all_tasks() if task.get_name() == JUDGING}
-        for task in judging:
-            task.cancel()
-        await asyncio.gather(*judging, return_exceptions=True)
-        await asyncio.gather(*waiting, return_exceptions=True)  # a start that is broken off may leave its process
-        await asyncio.gather(*(box.close() for box in [*boxes]), return_exceptions=True)
+        judges = [*state.working]
+        for judge in judges:
+            judge.cancel()
+        await asyncio.gather(*judges, return_exceptions=True)
+        # a start that is broken off may leave its process behind
+        await asyncio.gather(*state.starts, *state.waiting, return_exceptions=True)
+        await asyncio.gather(*(box.close() for box in [*state.open]), return_exceptions=True)
 
     asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=30)
     loop.call_soon_threadsafe(loop.stop)

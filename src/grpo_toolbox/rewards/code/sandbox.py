@@ -242,18 +242,24 @@ def _filter() -> bytes:
 
 
 def may_become_others() -> bool:
-    """Whether this process may mount and change its user number, as root may."""
+    """Whether this process may mount and change its user number, as root may where there are other numbers."""
+    needed = 1 << 21 | 1 << 6 | 1 << 7  # CAP_SYS_ADMIN, CAP_SETGID, CAP_SETUID
     with contextlib.suppress(OSError, StopIteration):
         with open("/proc/self/status", encoding="ascii") as status:
             held = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff"))
-        needed = 1 << 21 | 1 << 6 | 1 << 7  # CAP_SYS_ADMIN, CAP_SETGID, CAP_SETUID
-        return os.geteuid() == 0 and held & needed == needed
+        return os.geteuid() == 0 and held & needed == needed and all(_numbers(kind)[1] > 1 for kind in ("uid", "gid"))
     return False
+
+
+def _numbers(kind: str) -> tuple[int, int]:
+    """The first of this namespace's user or group numbers, and how many there are."""
+    with open(f"/proc/self/{kind}_map", encoding="ascii") as known:
+        first, _, count = map(int, known.readline().split())
+    return first, count
 
 
 def _free_user() -> int:
     """A user number that nobody else has: the kernel counts processes by it."""
-    with open("/proc/self/uid_map", encoding="ascii") as known:
-        first, _, count = map(int, known.readline().split())
+    first, count = _numbers("uid")
     lowest = min(count // 2, 1 << 30)  # above the numbers that are given to people
     return first + lowest + secrets.randbelow(min(count - lowest, 1 << 24))
