@@ -18,6 +18,7 @@ from grpo_toolbox.rewards.code.sandbox import Sandbox, View, boot_command, harne
 
 START_SECONDS = 30.0
 ATTEMPTS = 3
+PAUSE_SECONDS = 0.5
 MOST_READY = 8
 """Boxes that wait, at most; more than these may be at work."""
 
@@ -97,6 +98,7 @@ class Pool:
             except SandboxError:
                 if attempt + 1 == ATTEMPTS:
                     raise
+                await asyncio.sleep(PAUSE_SECONDS)
             except asyncio.CancelledError:  # whoever asked gave up; the next one may have it
                 self.state.waiting.appendleft(starting)
                 raise
