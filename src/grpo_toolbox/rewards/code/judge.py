@@ -18,6 +18,9 @@ from grpo_toolbox.rewards.code.inside.wire import WIRE_ERRORS, encode
 from grpo_toolbox.rewards.code.pool import Pool
 from grpo_toolbox.rewards.code.records import Call, Problem, Program, SandboxError, Suite, Table, Verdict
 
+_ASK = b'{"ask": '
+"""How a referee's line begins that is a question for the candidate: the rest is carried over as it is."""
+
 
 class Finding:
     """What has been found out about one candidate so far."""
@@ -110,10 +113,12 @@ async def _carry(referee: Box, box: Box, order: dict[str, Any], found: Finding) 
     try:
         await referee.send(order)
         while True:
-            message = await referee.receive()
-            if "ask" in message:
-                await referee.send_line(await _answer(box, message["ask"], found))
-            elif "passed" in message:
+            line = await referee.receive_line()
+            if line.startswith(_ASK):
+                await referee.send_line(await _answer(box, line[len(_ASK) : -2] + b"\n", found))
+                continue
+            message = json.loads(line)
+            if "passed" in message:
                 found.note(message["passed"], message["reason"])
             elif "unusable" in message:
                 raise SandboxError(f"the tests cannot be run ({message['unusable']}): {_shown(order)}")
@@ -123,10 +128,10 @@ async def _carry(referee: Box, box: Box, order: dict[str, Any], found: Finding) 
         raise SandboxError(f"the tests' own sandbox ended: {error}") from error
 
 
-async def _answer(box: Box, question: dict[str, Any], found: Finding) -> bytes:
+async def _answer(box: Box, question: bytes, found: Finding) -> bytes:
     """The candidate's answer to a question as it stands; that it is lost, where there is none."""
     try:
-        await box.send(question)
+        await box.send_line(question)
         return await box.receive_line()
     except Ended as error:
         found.end("died", str(error))
