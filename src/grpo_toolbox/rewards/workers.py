@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 """What a worker may take to import what it needs; it does not count against the limit of a job."""
 IDLE_SECONDS = 300.0
 """After so long without work a worker ends."""
