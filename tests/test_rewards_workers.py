@@ -28,14 +28,13 @@ def pool() -> Iterator[Pool]:
 
 
 def gone(pid: int, seconds: float = 120.0) -> bool:
-    """Whether a process ends within some seconds."""
+    """Whether a process ends within some seconds; it may still wait for its parent, or init, to notice."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+        if state.strip()[:1] in ("", "Z"):
             return True
-        time.sleep(0.02)
+        time.sleep(0.05)
     return False
 
 

@@ -109,15 +109,25 @@ class Pool:
     def _serve(self) -> None:
         """Answer jobs with one worker until there are none for a while."""
         worker: _Worker | None = None
+        self._is_free()
         while job := self._next():
             if not job.future.set_running_or_notify_cancel():
+                self._is_free()
                 continue
-            worker = self._answer(job, worker)
+            answer, worker = self._answer(job, worker)
+            self._is_free()  # before whoever waited for this comes with the next job
+            if isinstance(answer, Exception):
+                job.future.set_exception(answer)
+            else:
+                job.future.set_result(answer["value"])
         self._end(worker)
+
+    def _is_free(self) -> None:
+        with self._changed:
+            self._idle += 1
 
     def _next(self) -> _Job | None:
         with self._changed:
-            self._idle += 1
             self._changed.wait_for(lambda: self._jobs or self._closed, timeout=IDLE_SECONDS)
             self._idle -= 1
             if self._jobs:
@@ -125,37 +135,34 @@ class Pool:
             self._threads -= 1
             return None
 
-    def _answer(self, job: _Job, worker: _Worker | None) -> _Worker | None:
-        """Settle a job; the worker that is left. A job whose worker is gone, killed by whomever, gets a second one."""
+    def _answer(self, job: _Job, worker: _Worker | None) -> tuple[dict[str, Any] | Exception, _Worker | None]:
+        """The answer to a job or what it ended in, and the worker that is left.
+
+        A job whose worker is gone, killed by whomever, gets a second one.
+        """
         for last in (False, True):
             try:
                 worker = worker or self._start()
                 answer = worker.ask(job)
+                return (JobFailed(answer["error"]) if "error" in answer else answer), worker
+            except (TooMuch, WorkerFailed, OSError) as error:
+                self._end(worker)
+                return error, None
             except _Gone as error:
                 self._end(worker)
                 worker = None
                 if last or self._closed:
-                    job.future.set_exception(TooMuch(f"two workers ended at it ({error})"))
-                    break
-            except (TooMuch, WorkerFailed, OSError) as error:
-                self._end(worker)
-                worker = None
-                job.future.set_exception(error)
-                break
-            else:
-                if "error" in answer:
-                    job.future.set_exception(JobFailed(answer["error"]))
-                else:
-                    job.future.set_result(answer["value"])
-                break
-        return worker
+                    return TooMuch(f"two workers ended at it ({error})"), None
+        raise AssertionError("the second try returns")
 
     def _start(self) -> _Worker:
+        worker = _Worker(self.target, self.megabytes)
         with self._changed:
-            if self._closed:
-                raise WorkerFailed("the pool of workers is closed")
-            worker = _Worker(self.target, self.megabytes)
             self._workers.add(worker)
+            closed = self._closed
+        if closed:
+            self._end(worker)
+            raise WorkerFailed("the pool of workers is closed")
         try:
             worker.wait_until_ready()
         except (_Gone, WorkerFailed):
