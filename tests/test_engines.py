@@ -276,6 +276,7 @@ def test_sync_counts_the_weights_versions_that_rollouts_carry(make):
         versions.append(engine.generate(make_prompts(2), 1, Sampling(1))[0].weights_version)
         assert versions[-1] == version
     assert versions == [0, 1, 2]
+    assert engine.sync(7) == engine.generate(make_prompts(2), 1, Sampling(1))[0].weights_version == 7
     engine.close()
 
 

@@ -35,8 +35,8 @@ class Spoilt:
             on_finished(row, one)
         return rollouts
 
-    def sync(self) -> int:
-        return self._engine.sync()
+    def sync(self, version: int | None = None) -> int:
+        return self._engine.sync(version)
 
     def close(self) -> None:
         self._engine.close()
@@ -44,6 +44,13 @@ class Spoilt:
 
 def spoil(row: int, **values: object) -> Callable[[list[Rollout]], list[Rollout]]:
     return lambda rollouts: [replace(one, **values) if place == row else one for place, one in enumerate(rollouts)]
+
+
+def test_a_rollout_knows_which_weights_drew_each_of_its_tokens():
+    plain = Rollout(PROMPTS[0], (5, 6, 7), (-1.0,) * 3, "length", "", weights_version=4)
+    assert (plain.oldest_version, plain.token_versions) == (4, [4, 4, 4])
+    mixed = replace(plain, versions=((2, 1), (4, 2)))
+    assert (mixed.oldest_version, mixed.token_versions) == (2, [2, 4, 4])
 
 
 def test_rollouts_come_prompt_major():

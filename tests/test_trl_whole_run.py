@@ -90,7 +90,7 @@ class Replay:
             on_finished(row, one)
         return rollouts
 
-    def sync(self) -> int:
+    def sync(self, version: int | None = None) -> int:
         return 0
 
     def close(self) -> None: ...

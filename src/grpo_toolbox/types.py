@@ -71,7 +71,21 @@ class Rollout:
     text: str
     """The decoded completion: stop and padding tokens removed, every other special token kept."""
     weights_version: int = 0
-    """How many weight syncs the engine had seen when it sampled this."""
+    """Of the weights that drew the last token: the number of the step that made them, 0 for those training began with."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(weights version, number of tokens) of each stretch, where weights changed on the way; empty: all tokens are of
+    `weights_version`."""
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest weights that drew a token."""
+        return min((version for version, _ in self.versions), default=self.weights_version)
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The version of the weights that drew each token."""
+        stretches = self.versions or ((self.weights_version, len(self.ids)),)
+        return [version for version, count in stretches for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ class Engine(Protocol):
         """
         ...
 
-    def sync(self) -> int:
-        """Take over the policy's present weights and return the new weights version."""
+    def sync(self, version: int | None = None) -> int:
+        """Take over the policy's present weights as `version`, or as one more than before; return the new version."""
         ...
 
     def close(self) -> None:

@@ -69,9 +69,9 @@ class HfEngine:
                 on_finished(row, one)
         return rollouts
 
-    def sync(self) -> int:
-        """The weights are shared, so nothing has to move; count the version."""
-        self._version += 1
+    def sync(self, version: int | None = None) -> int:
+        """The weights are the model's own, so nothing has to move; count the version, or take the one given."""
+        self._version = self._version + 1 if version is None else version
         return self._version
 
     def close(self) -> None:
