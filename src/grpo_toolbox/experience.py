@@ -71,7 +71,7 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
     steps = run.generation.steps_per_generation
     if steps == 1:
         return [whole]
-    first, *later = [_take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
+    first, *later = [take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
     with clock("update"):
         first = _with_old_logps(run, first) if run.settings.ppo_epochs > 1 else first
         portions = [first, *(_with_old_logps(run, one) for one in later)]
@@ -188,7 +188,7 @@ def _portions(kept: Sequence[int], made: int, steps: int, size: int) -> list[lis
     return [sorted([*portions[0], *dropped]), *(portion for portion in portions[1:] if portion)]
 
 
-def _take(whole: Experience, groups: Sequence[int]) -> Experience:
+def take(whole: Experience, groups: Sequence[int]) -> Experience:
     """Return these groups of a generation; what was counted over all of it is reported once, with the first."""
     group_size = whole.scores.total.shape[1]
     index = torch.tensor(groups, dtype=torch.long)

@@ -9,9 +9,10 @@ is a value in `Run`, chosen once in `config/build.py`. No algorithm's name stand
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,34 +30,46 @@ from grpo_toolbox.update import update
 
 def train(run: Run) -> dict[str, float]:
     """Train until `max_steps`, a stop signal, or an error; the last finished step is saved in every case."""
+    return conduct(run, partial(_steps, run))
+
+
+def _steps(run: Run, stop: GracefulStop) -> None:
+    for number in range(run.finished + 1, run.info.max_steps + 1):
+        clock = Clock()
+        learnt = next_experience(run, number, clock)  # prompts -> rollouts -> scores -> advantages
+        batch = batch_of(run, learnt)
+        with stop.protect():
+            with clock("update"):
+                updated = update(run, batch, number)
+            _refresh_reference(run, number)
+            run.engine.sync()
+            seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
+            metrics = seen | updated | clock.metrics(learnt.rollouts)
+            metrics |= run.observe(metrics, completions=len(batch))
+            finish(run, Step(number, metrics, learnt.rollouts, learnt.scores, learnt.advantages))
+        evaluated = evaluate_when_due(run, number)
+        with stop.protect():
+            report(run, evaluated)
+            save_when_due(run, number)
+
+
+def conduct(run: Run, steps: Callable[[GracefulStop], None]) -> dict[str, float]:
+    """Take a run's `steps` between its beginning and its end: callbacks, evaluation, stop signals, the last checkpoint.
+
+    Each step says `finish`, `report` and `save_when_due`; an `Interrupted` ends them. Returns the run's summary.
+    """
     started = time.perf_counter()
     for callback in run.callbacks:
         callback.on_start(run.info)
     with GracefulStop() as stop:
         try:
             _before_training(run)
-            for number in range(run.finished + 1, run.info.max_steps + 1):
-                clock = _Clock()
-                learnt = next_experience(run, number, clock)  # prompts -> rollouts -> scores -> advantages
-                batch = batch_of(run, learnt)
-                with stop.protect():
-                    with clock("update"):
-                        updated = update(run, batch, number)
-                    _refresh_reference(run, number)
-                    run.engine.sync()
-                    seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
-                    metrics = seen | updated | clock.metrics(learnt.rollouts)
-                    metrics |= run.observe(metrics, completions=len(batch))
-                    _finish(run, Step(number, metrics, learnt.rollouts, learnt.scores, learnt.advantages))
-                evaluated = _evaluate_when_due(run, number)
-                with stop.protect():
-                    _report(run, evaluated)
-                    _save_when_due(run, number)
+            steps(stop)
         except Interrupted:
             pass  # summed up below
         finally:
             with stop.shield():
-                _report(run, {})
+                report(run, {})
                 _save(run)
                 summary = {"steps": float(run.finished), "seconds": time.perf_counter() - started}
                 summary["interrupted"] = float(stop.received or 0)
@@ -68,7 +81,7 @@ def train(run: Run) -> dict[str, float]:
     return summary
 
 
-class _Clock:
+class Clock:
     """Seconds per stage of one step."""
 
     def __init__(self) -> None:
@@ -77,11 +90,13 @@ class _Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        """Add the block's seconds to those of `stage`."""
         started = time.perf_counter()
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def metrics(self, rollouts: Sequence[Any]) -> dict[str, float]:
+        """Return the seconds so far, and how many tokens were sampled in one of them."""
         tokens = sum(len(one.ids) for one in rollouts)
         total = time.perf_counter() - self._started
         return {f"time/{stage}": value for stage, value in self._seconds.items()} | {
@@ -101,11 +116,11 @@ def _before_training(run: Run) -> None:
     if run.eval_every and (run.owed or run.finished == 0):
         evaluated = _evaluate(run, run.finished)
         run.unreported = Step(run.finished, run.owed)
-        _report(run, evaluated)
+        report(run, evaluated)
         run.saved = None  # what the checkpoint has still owes the evaluation
 
 
-def _finish(run: Run, step: Step) -> None:
+def finish(run: Run, step: Step) -> None:
     """The step is whole: parameters, optimizer and snapshot belong to it from here on."""
     snapshot, owed = _snapshot(run, step.number), dict(step.metrics) if _is_due(run, step.number) else {}
     # One statement without a call, which no second Ctrl-C can cut in two.
@@ -123,7 +138,7 @@ def _snapshot(run: Run, number: int) -> dict[str, Any]:
     }
 
 
-def _report(run: Run, evaluated: Mapping[str, float]) -> None:
+def report(run: Run, evaluated: Mapping[str, float]) -> None:
     """Show the finished step to the callbacks, once; a step whose evaluation was cut short is shown without it."""
     step, run.unreported = run.unreported, None
     if step is None:
@@ -145,7 +160,8 @@ def _evaluate(run: Run, number: int) -> dict[str, float]:
     return metrics
 
 
-def _evaluate_when_due(run: Run, number: int) -> dict[str, float]:
+def evaluate_when_due(run: Run, number: int) -> dict[str, float]:
+    """Evaluate the policy after step `number` where `eval_every` says so; nothing otherwise."""
     return _evaluate(run, number) if _is_due(run, number) else {}
 
 
@@ -153,7 +169,8 @@ def _is_due(run: Run, number: int) -> bool:
     return run.eval_every > 0 and (number % run.eval_every == 0 or number == run.info.max_steps)
 
 
-def _save_when_due(run: Run, number: int) -> None:
+def save_when_due(run: Run, number: int) -> None:
+    """Write a checkpoint of step `number` where `save_every` says so, or where it is the best so far."""
     is_best = run.best is not None and run.best[1] == number
     if run.save_every and (number % run.save_every == 0 or is_best):
         _save(run)
