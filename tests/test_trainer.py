@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import plugs
 from grpo_toolbox.batch import Batch, collate, micro_batches
-from grpo_toolbox.callbacks import Callback
+from grpo_toolbox.callbacks import Callback, Due
 from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.rewards import TrainerState, score_rollouts
 from grpo_toolbox.rollout import rollout
@@ -413,3 +413,46 @@ def test_a_second_ctrl_c_while_the_parameters_move_saves_nothing(tmp_path: Path)
         train(run)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert steps(tmp_path / "run") == []
+
+
+class Director(Callback):
+    """Says what happens after which step, and writes down what did."""
+
+    def __init__(self, **wishes: dict[int, bool]) -> None:
+        self.wishes = wishes
+        self.seen: list[Any] = []
+
+    def on_begin(self, number: int) -> None:
+        self.seen.append(("begin", number))
+
+    def on_update(self, step: Step, due: Due) -> None:
+        for name, by_step in self.wishes.items():
+            setattr(due, name, by_step.get(step.number, getattr(due, name)))
+        self.seen.append(("update", step.number))
+
+    def on_step(self, step: Step) -> None:
+        self.seen.append(("evaluated" if "eval/reward" in step.metrics else "step", step.number))
+
+    def on_save(self, number: int, folder: Path) -> None:
+        self.seen.append(("save", int(folder.name.removeprefix("step-"))))
+
+
+def test_a_callback_may_evaluate_save_and_stop(tmp_path: Path) -> None:
+    run = built_run(*SMALL, "trainer.max_steps=9", "data.eval_size=2", f"run_dir={tmp_path / 'run'}")
+    director = Director(evaluate={2: True}, save={1: True}, stop={3: True})
+    run.callbacks = [*run.callbacks, director]
+    assert train(run)["steps"] == 3
+    first, second, third = [[(what, step) for what in ("begin", "update")] for step in (1, 2, 3)]
+    expected = [*first, ("step", 1), ("save", 1), *second, ("evaluated", 2), *third, ("step", 3), ("save", 3)]
+    assert director.seen == expected
+
+
+def test_a_callback_may_leave_out_what_the_settings_have(tmp_path: Path) -> None:
+    every = ("trainer.max_steps=2", "data.eval_size=2", "trainer.eval_every=1", "trainer.save_every=1")
+    run = built_run(*SMALL, *every, f"run_dir={tmp_path / 'run'}")
+    director = Director(evaluate={1: False}, save={1: False})
+    run.callbacks = [*run.callbacks, director]
+    train(run)
+    assert ("step", 1) in director.seen
+    assert ("save", 1) not in director.seen
+    assert director.seen[-2:] == [("evaluated", 2), ("save", 2)]

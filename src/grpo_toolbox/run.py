@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.callbacks import Callback
+from grpo_toolbox.callbacks import Callback, Due
 from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.critic import Critic
 from grpo_toolbox.data import PromptStream
@@ -110,6 +110,8 @@ class Run:
     """RNG states and data position of the last finished step."""
     unreported: Step | None = None
     """The finished step that callbacks have not seen yet."""
+    due: Due = field(default_factory=Due)
+    """What is to be done after the finished step."""
     moving: bool = False
     """Whether the optimizer has begun to move the parameters of a step that is not finished: then nothing is saved."""
     saved: int | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from grpo_toolbox.callbacks import Due
 from grpo_toolbox.checkpoint import capture_rng, copy_parameters, restore_rng, save_checkpoint
 from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.experience import batch_of, from_state, next_experience, to_state
@@ -35,6 +36,7 @@ def train(run: Run) -> dict[str, float]:
 
 def _steps(run: Run, stop: GracefulStop) -> None:
     for number in range(run.finished + 1, run.info.max_steps + 1):
+        begin(run, number)
         clock = Clock()
         learnt = next_experience(run, number, clock)  # prompts -> rollouts -> scores -> advantages
         batch = batch_of(run, learnt)
@@ -51,12 +53,15 @@ def _steps(run: Run, stop: GracefulStop) -> None:
         with stop.protect():
             report(run, evaluated)
             save_when_due(run, number)
+        if run.due.stop:
+            break
 
 
 def conduct(run: Run, steps: Callable[[GracefulStop], None]) -> dict[str, float]:
     """Take a run's `steps` between its beginning and its end: callbacks, evaluation, stop signals, the last checkpoint.
 
-    Each step says `finish`, `report` and `save_when_due`; an `Interrupted` ends them. Returns the run's summary.
+    Each step says `begin`, `finish`, `report` and `save_when_due`, and is the last where `run.due.stop` says so; an
+    `Interrupted` ends them. Returns the run's summary.
     """
     started = time.perf_counter()
     for callback in run.callbacks:
@@ -120,11 +125,23 @@ def _before_training(run: Run) -> None:
         run.saved = None  # what the checkpoint has still owes the evaluation
 
 
+def begin(run: Run, number: int) -> None:
+    """Tell the callbacks that a step begins."""
+    for callback in run.callbacks:
+        callback.on_begin(number)
+
+
 def finish(run: Run, step: Step) -> None:
-    """The step is whole: parameters, optimizer and snapshot belong to it from here on."""
-    snapshot, owed = _snapshot(run, step.number), dict(step.metrics) if _is_due(run, step.number) else {}
+    """The step is whole: parameters, optimizer and snapshot belong to it from here on. Callbacks say what is due."""
+    evaluate = run.eval_every > 0 and (step.number % run.eval_every == 0 or step.number == run.info.max_steps)
+    snapshot, owed = _snapshot(run, step.number), dict(step.metrics) if evaluate else {}
     # One statement without a call, which no second Ctrl-C can cut in two.
     run.finished, run.unreported, run.snapshot, run.owed, run.moving = step.number, step, snapshot, owed, False
+    run.due = Due(evaluate=evaluate, save=run.save_every > 0 and step.number % run.save_every == 0)
+    for callback in run.callbacks:
+        callback.on_update(step, run.due)
+    run.due.evaluate = run.due.evaluate and bool(run.eval_prompts)
+    run.owed = dict(step.metrics) if run.due.evaluate else {}
 
 
 def _snapshot(run: Run, number: int) -> dict[str, Any]:
@@ -161,18 +178,14 @@ def _evaluate(run: Run, number: int) -> dict[str, float]:
 
 
 def evaluate_when_due(run: Run, number: int) -> dict[str, float]:
-    """Evaluate the policy after step `number` where `eval_every` says so; nothing otherwise."""
-    return _evaluate(run, number) if _is_due(run, number) else {}
-
-
-def _is_due(run: Run, number: int) -> bool:
-    return run.eval_every > 0 and (number % run.eval_every == 0 or number == run.info.max_steps)
+    """Evaluate the policy after step `number` where the settings or a callback say so; nothing otherwise."""
+    return _evaluate(run, number) if run.due.evaluate else {}
 
 
 def save_when_due(run: Run, number: int) -> None:
-    """Write a checkpoint of step `number` where `save_every` says so, or where it is the best so far."""
+    """Write a checkpoint of step `number` where the settings or a callback say so, or where it is the best so far."""
     is_best = run.best is not None and run.best[1] == number
-    if run.save_every and (number % run.save_every == 0 or is_best):
+    if run.due.save or (run.save_every and is_best):
         _save(run)
 
 
@@ -192,8 +205,11 @@ def _save(run: Run) -> None:
     }
     best_step = run.best[1] if run.best else None
     root = run.info.run_dir / "checkpoints"
-    save_checkpoint(root, run.finished, state=state, export=run.export, keep=run.keep_checkpoints, best_step=best_step)
+    keep = run.keep_checkpoints
+    folder = save_checkpoint(root, run.finished, state=state, export=run.export, keep=keep, best_step=best_step)
     run.saved = run.finished
+    for callback in run.callbacks:
+        callback.on_save(run.finished, folder)
 
 
 def _trained(run: Run) -> dict[str, nn.Parameter]:

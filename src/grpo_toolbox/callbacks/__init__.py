@@ -5,10 +5,22 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError, suggest, unknown_option
 from grpo_toolbox.types import RunInfo, Step
+
+
+@dataclass
+class Due:
+    """What the loop does once a step is finished, as the settings have it until a callback changes it."""
+
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+    """Whether this step is the last one."""
 
 
 class Callback:
@@ -17,8 +29,17 @@ class Callback:
     def on_start(self, run: RunInfo) -> None:
         """Called once before the first step."""
 
+    def on_begin(self, number: int) -> None:
+        """Called before step `number` begins."""
+
+    def on_update(self, step: Step, due: Due) -> None:
+        """Called when the optimizer has moved, before what is `due` is done: change it to evaluate, save or stop."""
+
     def on_step(self, step: Step) -> None:
         """Called after each finished optimizer step, and once with `number=0` after the evaluation before training."""
+
+    def on_save(self, number: int, folder: Path) -> None:
+        """Called when the checkpoint of step `number` stands in `folder`."""
 
     def on_end(self, summary: Mapping[str, float]) -> None:
         """Called once after the last finished step, also when the run was interrupted or failed."""
