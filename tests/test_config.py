@@ -16,8 +16,9 @@ from command_line import composed
 from grpo_toolbox.advantages import ADVANTAGES
 from grpo_toolbox.callbacks import CALLBACKS, build_callbacks
 from grpo_toolbox.cli.help import train_help
-from grpo_toolbox.config.build import OBJECTIVES, sampling
+from grpo_toolbox.config.build import OBJECTIVES
 from grpo_toolbox.config.check import CHOICES
+from grpo_toolbox.config.engine import sampling
 from grpo_toolbox.config.keys import known_keys, typed_keys, unknown_key
 from grpo_toolbox.config.options import REGISTRIES, bind, check_named, taken_options, without_foreign
 from grpo_toolbox.config.probe import check_estimator, check_surrogate

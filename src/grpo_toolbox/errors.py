@@ -22,6 +22,14 @@ class RewardError(ToolboxError):
     """A reward that raised, or returned something that is not one number or None per completion."""
 
 
+class EngineError(ToolboxError):
+    """A rollout engine that is not there, not the one the trainer needs, or does not keep its contract."""
+
+
+class Cancelled(ToolboxError):
+    """`Engine.cancel` ended a generation before its time; what had finished was handed out."""
+
+
 class TrainingError(ToolboxError):
     """A training step that must not reach the parameters (a non-finite loss or gradient)."""
 

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from grpo_toolbox.advantages import estimate, value_targets
 from grpo_toolbox.batch import Batch, collate
+from grpo_toolbox.engines.convention import check_convention
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.metrics import without_spread
 from grpo_toolbox.rewards import HeldOutScoring, Scoring, TrainerState, joined_metrics
 from grpo_toolbox.rewards.heldout import Checked
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.run import Experience, Run
-from grpo_toolbox.types import Prompt, Rollout, Sampling, Scores
+from grpo_toolbox.types import Convention, Prompt, Rollout, Sampling, Scores
 from grpo_toolbox.update import reward_penalty, trainer_logps
 
 Clock = Callable[[str], AbstractContextManager[None]]
@@ -123,6 +124,8 @@ def _scored(
 
         with clock("rollout"):
             drawn = rollout(run.engine, prompts, size, sampling, on_group)
+        for convention in {one.convention for one in drawn}:
+            check_convention(convention, corrected=run.objective.corrects)
         with clock("reward"):
             scores = scoring.scores()
             settled = run.reward.settled(run.info.max_steps)
@@ -260,7 +263,9 @@ def to_state(pending: Sequence[Experience]) -> list[dict[str, Any]]:
     return [
         {
             **vars(one),
-            "rollouts": [{**vars(row), "prompt": vars(row.prompt)} for row in one.rollouts],
+            "rollouts": [
+                {**vars(row), "prompt": vars(row.prompt), "convention": vars(row.convention)} for row in one.rollouts
+            ],
             "scores": vars(one.scores),
         }
         for one in pending
@@ -273,9 +278,14 @@ def from_state(state: Sequence[Mapping[str, Any]]) -> list[Experience]:
         Experience(
             **{
                 **one,
-                "rollouts": [Rollout(**{**row, "prompt": Prompt(**row["prompt"])}) for row in one["rollouts"]],
+                "rollouts": [_rollout(row) for row in one["rollouts"]],
                 "scores": Scores(**one["scores"]),
             }
         )
         for one in state
     ]
+
+
+def _rollout(row: Mapping[str, Any]) -> Rollout:
+    convention = Convention(**row.get("convention", {}))  # which checkpoints of old do not have
+    return Rollout(**{**row, "prompt": Prompt(**row["prompt"]), "convention": convention})

@@ -76,7 +76,7 @@ def draw_sample(run: Run) -> Sample:
     chosen.append(replace(chosen[0], ids=chosen[0].ids[len(chosen[0].ids) // 2 :]))
     longest = min(run.sampling.max_new_tokens, LONGEST)
     shortest = min(run.sampling.min_new_tokens, longest)
-    sampling = replace(run.sampling, max_new_tokens=longest, min_new_tokens=shortest)
+    sampling = replace(run.sampling, max_new_tokens=longest, min_new_tokens=shortest, drawn_logps=False)
     group_size = min(run.group_size, GROUP_SIZE)
     rollouts = _with_an_end(run, _not_all_as_long(rollout(run.engine, chosen, group_size, sampling)))
     count = len(rollouts)

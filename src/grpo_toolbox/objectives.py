@@ -121,6 +121,11 @@ class Objective:
             if getattr(self, key) not in options:
                 raise unknown_option(f"objective.{key}", getattr(self, key), options)
 
+    @property
+    def corrects(self) -> bool:
+        """Whether the sampler's log-probs weigh tokens."""
+        return self.correction != "none"
+
     def make_correction(self) -> Correction | None:
         """Return the sampler correction, with its paper's bounds where none are set."""
         if self.correction == "none":

@@ -53,6 +53,50 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    drawn_logps: bool = False
+    """Ask for log-probs of what is drawn from, cut by top-k, top-p, min-p and min_new_tokens, not of all tokens."""
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """What restricts the draw to a part of the vocabulary, as `name=value`."""
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0}
+        return tuple(f"{name}={getattr(self, name)}" for name in off if getattr(self, name) != off[name])
+
+
+LogpKind = Literal["raw", "tempered", "processed"]
+"""Of what distribution a sampler's log-probs are: `raw` softmax(logits), `tempered` softmax(logits / temperature),
+`processed` the latter after the cuts, scaled up to 1 again: what the token was drawn from."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What the log-probs of a rollout are log-probs of, and how its tokens were drawn."""
+
+    kind: LogpKind = "tempered"
+    temperature: float = 1.0
+    """0 is greedy; its log-probs are those at temperature 1."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+
+    @classmethod
+    def of(cls, kind: LogpKind, sampling: Sampling) -> Convention:
+        """The convention of log-probs of this kind under `sampling`."""
+        cuts = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.min_new_tokens)
+        return cls(kind, sampling.temperature, *cuts)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens were drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_new_tokens > 0
+
+    @property
+    def is_trainers(self) -> bool:
+        """Whether they mean what the trainer's do: the whole softmax at the sampling temperature."""
+        if self.kind == "raw":
+            return self.temperature in (0, 1)
+        return self.kind == "tempered" or not self.is_cut
 
 
 @dataclass(frozen=True)
@@ -66,7 +110,7 @@ class Rollout:
     ids: tuple[int, ...]
     """Exactly the sampled tokens; the stop token is the last one when finish_reason is "stop"."""
     logps: tuple[float, ...]
-    """Log-probability of each token under the sampler at its temperature, before top-k, top-p and min-p cuts."""
+    """Log-probability of each token under the sampler, in nats; of which distribution, `convention` says."""
     finish_reason: Literal["stop", "length"]
     text: str
     """The decoded completion: stop and padding tokens removed, every other special token kept."""
@@ -75,6 +119,7 @@ class Rollout:
     versions: tuple[tuple[int, int], ...] = ()
     """(weights version, number of tokens) of each stretch, where weights changed on the way; empty: all tokens are of
     `weights_version`."""
+    convention: Convention = Convention()
 
     @property
     def oldest_version(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from grpo_toolbox.advantages import ADVANTAGES, needs_values
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint, seed_rng
+from grpo_toolbox.config.engine import autocast_dtype, build_engine, generation_settings, sampling
 from grpo_toolbox.config.inputs import Inputs, fitting_reward, prompts_per_generation
 from grpo_toolbox.config.options import bind, resolve
 from grpo_toolbox.config.probe import check_credit, check_estimator, check_penalty, check_surrogate
-from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
+from grpo_toolbox.config.schema import RunConfig, TrainerConfig
 from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.critic import Critic, CriticSettings
-from grpo_toolbox.data import PromptStream, decode_completion, encode_prompts
-from grpo_toolbox.engines import Engine
-from grpo_toolbox.engines.hf import HfEngine
-from grpo_toolbox.engines.local import LocalEngine
+from grpo_toolbox.data import PromptStream, encode_prompts
+from grpo_toolbox.engines.convention import check_sampling
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.experts import check_router, router_coefficient
 from grpo_toolbox.models.forward import packing_refusal
@@ -36,16 +35,15 @@ from grpo_toolbox.models.load import (
     load_tokenizer,
     max_positions,
     save_pretrained,
-    stop_token_ids,
 )
 from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Divergence, Reward
-from grpo_toolbox.run import GenerationSettings, Run, UpdateSettings
+from grpo_toolbox.run import Run, UpdateSettings
 from grpo_toolbox.schedule import lr_factor
 from grpo_toolbox.surrogates import OBJECTIVES
 from grpo_toolbox.trainer import restore
-from grpo_toolbox.types import Prompt, RunInfo, Sampling
+from grpo_toolbox.types import Prompt, RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +72,14 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     model = _load_policy(config, device)
     check_router(model, parts.router_aux_coef)
     packs = _packs(config, model, parts, device)
-    warn_if_cut(config.rollout)
+    engine = build_engine(config, model, parts.tokenizer, packs, device, weights_version=info.first_step - 1)
+    drawn = sampling(config)
+    check_sampling(engine.traits, drawn, corrected=parts.objective.corrects)
     run = Run(
         info=info,
         policy=model,
         reference=_reference(model, trainer) if parts.objective.needs_reference else None,
-        engine=_engine(config, model, parts.tokenizer, packs, device, weights_version=info.first_step - 1),
+        engine=engine,
         reward=parts.reward,
         advantage=parts.advantage,
         objective=parts.objective,
@@ -89,12 +89,12 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         eval_prompts=parts.eval_prompts,
         callbacks=inputs.callbacks,
         export=partial(_export, model, parts.tokenizer),
-        sampling=sampling(config),
+        sampling=drawn,
         group_size=config.rollout.group_size,
         prompts_per_step=config.rollout.prompts_per_step,
-        generation=_generation(config, model, device),
+        generation=generation_settings(config, engine, drawn, model, device),
         settings=_update_settings(trainer, device, packs, parts.router_aux_coef),
-        eval_sampling=dataclasses.replace(sampling(config), temperature=trainer.eval_temperature, min_new_tokens=0),
+        eval_sampling=dataclasses.replace(drawn, temperature=trainer.eval_temperature, min_new_tokens=0),
         eval_every=trainer.eval_every if parts.eval_prompts else 0,
         save_every=trainer.save_every,
         keep_checkpoints=trainer.keep_checkpoints,
@@ -150,33 +150,6 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     reward = inputs.reward or fitting_reward(config, inputs.rows)
     check_credit(advantage, reward)
     return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream, router_aux_coef)
-
-
-def sampling(config: RunConfig) -> Sampling:
-    """Return how rollouts are drawn."""
-    rollout = config.rollout
-    return Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        min_new_tokens=rollout.min_new_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        seed=config.trainer.seed,
-    )
-
-
-def warn_if_cut(rollout: RolloutConfig) -> None:
-    """Say that top-k, top-p and min-p restrict what is drawn, but not what log-probs mean."""
-    cuts = [f"rollout.top_k={rollout.top_k}"] if rollout.top_k else []
-    cuts += [f"rollout.top_p={rollout.top_p}"] if rollout.top_p < 1 else []
-    cuts += [f"rollout.min_p={rollout.min_p}"] if rollout.min_p else []
-    if cuts:
-        log.warning(
-            "%s: tokens are drawn from a part of the vocabulary, while log-probs, of the engine as of the trainer, are "
-            "those of the whole softmax at rollout.temperature. Leave it out to draw from the policy that is trained.",
-            ", ".join(cuts),
-        )
 
 
 def _named(group: str, values: Mapping[str, Any], build: Callable[[str, dict[str, Any]], Any]) -> Any:
@@ -258,27 +231,9 @@ def _critic(config: RunConfig, parts: Parts, device: torch.device, packs: bool) 
         pretrain_steps=config.critic.pretrain_steps,
         micro_batch_tokens=_micro_batch_tokens(config.trainer, device),
         packed=packed,
-        autocast=_autocast_dtype(config.trainer, device),
+        autocast=autocast_dtype(config.trainer, device),
     )
     return Critic(model, settings, device)
-
-
-def _engine(
-    config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool, device: torch.device, *, weights_version: int
-) -> Engine:
-    def decode(ids: Sequence[int], finish_reason: str) -> str:
-        return decode_completion(ids, tokenizer, finish_reason)
-
-    make: Callable[..., Engine] = HfEngine
-    if config.rollout.engine == "local" and packs:
-        make = partial(LocalEngine, max_rows=config.rollout.max_rows)
-    return make(
-        model,
-        decode=decode,
-        stop_ids=stop_token_ids(model, tokenizer),
-        autocast_dtype=_autocast_dtype(config.trainer, device),
-        weights_version=weights_version,
-    )
 
 
 def _reference(model: nn.Module, trainer: TrainerConfig) -> Reference:
@@ -309,20 +264,6 @@ def _lr(trainer: TrainerConfig, step: int) -> float:
     )
 
 
-def _generation(config: RunConfig, model: nn.Module, device: torch.device) -> GenerationSettings:
-    """Engines sample in this process, on the trainer's weights: in float32 they round as little as it does."""
-    rollout = config.rollout
-    precisions = {one.dtype for one in model.parameters()} | {_autocast_dtype(config.trainer, device)}
-    reuse = precisions.isdisjoint((torch.bfloat16, torch.float16))
-    return GenerationSettings(
-        steps_per_generation=rollout.steps_per_generation,
-        reuse_logps=reuse if rollout.reuse_logps is None else rollout.reuse_logps,
-        dynamic_sampling=rollout.dynamic_sampling,
-        max_oversampling=rollout.max_oversampling,
-        max_empty_steps=rollout.max_empty_steps,
-    )
-
-
 def _entropy_control(objective: Objective) -> EntropyControl | None:
     if objective.entropy_target is None:
         return None
@@ -345,18 +286,13 @@ def _update_settings(
         packed=trainer.packing and packs,
         skip_zero_advantage=trainer.skip_zero_advantage,
         router_aux_coef=router_aux_coef,
-        autocast=_autocast_dtype(trainer, device),
+        autocast=autocast_dtype(trainer, device),
     )
 
 
 def _micro_batch_tokens(trainer: TrainerConfig, device: torch.device) -> int:
     """On a processor few tokens are faster than many: what a layer wrote is still in the cache when the next reads."""
     return trainer.micro_batch_tokens or (1024 if device.type == "cpu" else 8192)
-
-
-def _autocast_dtype(trainer: TrainerConfig, device: torch.device) -> torch.dtype | None:
-    auto = torch.bfloat16 if device.type == "cuda" else None
-    return {"auto": auto, "float32": None, "bfloat16": torch.bfloat16}[trainer.precision]
 
 
 def _device(name: str) -> torch.device:

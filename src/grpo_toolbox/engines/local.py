@@ -7,7 +7,7 @@ rows leave the batch and waiting prompts take their place. Models that do not ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.engines.cache import KeyValues, PromptPass
+from grpo_toolbox.engines.inprocess import Drawn, InProcessEngine
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import layout_attention
-from grpo_toolbox.models.forward import autocast, decoder, eval_mode, plain_model
+from grpo_toolbox.models.forward import decoder, plain_model
 from grpo_toolbox.models.linear import fast_linear, packed_linear
-from grpo_toolbox.types import Prompt, Rollout, Sampling
+from grpo_toolbox.types import Prompt, Sampling
 
 _PREFILL_TOKENS = 4096
 """Tokens of one prefill pass, so that its memory does not grow with the number of prompts."""
@@ -31,80 +32,25 @@ _WORTH_ENTERING = 1 / 8
 """Waiting prompts enter once this share of the batch is free: their prefill passes are then not too small."""
 
 
-class LocalEngine:
-    """Samples with the policy itself; `decode(ids, finish_reason)` turns a completion into text.
+class LocalEngine(InProcessEngine):
+    """Samples with the policy itself, at most `max_rows` rows at a time, or one group where that is larger."""
 
-    `weights_version` is how many syncs a resumed run has seen before.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        decode: Callable[[Sequence[int], str], str],
-        stop_ids: Sequence[int],
-        max_rows: int = 256,
-        autocast_dtype: torch.dtype | None = None,
-        weights_version: int = 0,
-    ) -> None:
-        self._model = model
-        self._decode = decode
-        self._stop_ids = tuple(stop_ids)
+    def __init__(self, model: nn.Module, *, max_rows: int = 256, **shared: Any) -> None:
+        super().__init__(model, **shared)
         self._max_rows = max_rows
-        self._autocast_dtype = autocast_dtype
-        self._version = weights_version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        on_finished: Callable[[int, Rollout], None] | None = None,
-    ) -> list[Rollout]:
-        """Return `group_size` rollouts per prompt, prompt-major; `on_finished(row, rollout)` hears of each at its end.
-
-        At most `max_rows` rows are decoded at a time, or one group where that is larger: it shares its prompt.
-        """
-        rollouts: dict[int, Rollout] = {}
-        texts: dict[tuple[int, ...], str] = {}
-        device = next(self._model.parameters()).device
-        # in the precision of the training forward, or the two would disagree about log-probs
-        with (
-            eval_mode(self._model),
-            torch.inference_mode(),
-            autocast(device, self._autocast_dtype),
-            self._linears(len(prompts) * group_size, sampling.max_new_tokens),
-        ):
+    def _draw(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> Generator[Drawn]:
+        with self._linears(len(prompts) * group_size, sampling.max_new_tokens):
             decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
             while decoding.fill(self._max_rows):
-                for row, ids, logps in decoding.draw():
-                    rollouts[row] = self._rollout(prompts[row // group_size], ids, logps, texts)
-                    if on_finished is not None:
-                        on_finished(row, rollouts[row])
+                self._check_cancelled()
+                yield from decoding.draw()
                 decoding.forward(self._max_rows)
-        return [rollouts[row] for row in range(len(prompts) * group_size)]
 
     def _linears(self, rows: int, tokens: int) -> AbstractContextManager[None]:
         if tokens < _WORTH_PACKING:
             return fast_linear(self._model)
         return packed_linear(self._model, min(rows, self._max_rows))
-
-    def sync(self, version: int | None = None) -> int:
-        """The weights are the model's own, so nothing has to move; count the version, or take the one given."""
-        self._version = self._version + 1 if version is None else version
-        return self._version
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _rollout(
-        self, prompt: Prompt, drawn: list[int], logps: list[float], texts: dict[tuple[int, ...], str]
-    ) -> Rollout:
-        ids = tuple(drawn)
-        finish = "stop" if ids and ids[-1] in self._stop_ids else "length"
-        if ids not in texts:  # equal completions are decoded once
-            texts[ids] = self._decode(ids, finish)
-        return Rollout(prompt, ids, tuple(logps), finish, texts[ids], self._version)  # type: ignore[arg-type]
 
 
 class _Decoding:

@@ -56,7 +56,8 @@ def sample(
 
     `logits` (N, V), `uniform` (N,). The log-prob is that of softmax(logits / temperature) over the whole vocabulary,
     which the trainer can compute again; tokens `banned` (in the rows `where` (N,) is True), top-k, top-p and min-p only
-    restrict the draw. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
+    restrict the draw, unless `sampling.drawn_logps` asks for the log-prob of what they leave. Temperature 0 takes the
+    most likely token and reports its log-prob at temperature 1.
     """
     scaled = logits.float() if sampling.temperature in (0, 1) else logits.float() / sampling.temperature
     if sampling.temperature > 0 and not (banned or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
@@ -72,7 +73,10 @@ def sample(
         forbidden[:, list(banned)] = True
         allowed = log_probs.masked_fill(forbidden if where is None else forbidden & where.unsqueeze(1), float("-inf"))
     greedy = sampling.temperature == 0
-    tokens = allowed.argmax(dim=-1) if greedy else _invert(_cut(allowed, sampling).exp(), uniform)
+    left = allowed if greedy else _cut(allowed, sampling)
+    tokens = left.argmax(dim=-1) if greedy else _invert(left.exp(), uniform)
+    if sampling.drawn_logps and not greedy:
+        log_probs = left.log_softmax(dim=-1)
     return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
