@@ -115,7 +115,7 @@ class Rollout:
     text: str
     """The decoded completion: stop and padding tokens removed, every other special token kept."""
     weights_version: int = 0
-    """Of the weights that drew the last token: the number of the step that made them, 0 for those training began with."""
+    """Of the weights that drew the last token: the step that made them, 0 for those training began with."""
     versions: tuple[tuple[int, int], ...] = ()
     """(weights version, number of tokens) of each stretch, where weights changed on the way; empty: all tokens are of
     `weights_version`."""

@@ -63,7 +63,7 @@ class InProcessEngine:
             closing(self._draw(prompts, group_size, sampling)) as drawn,
         ):
             for row, ids, logps in drawn:
-                rollouts[row] = reader.rollout(prompts[row // group_size], ids, logps, self._version)
+                rollouts[row] = reader.rollout(prompts[row // group_size], ids, logps, [(self._version, len(ids))])
                 if on_finished is not None:
                     on_finished(row, rollouts[row])
         return [rollouts[row] for row in range(len(prompts) * group_size)]

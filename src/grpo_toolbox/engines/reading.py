@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from grpo_toolbox.types import Convention, LogpKind, Prompt, Rollout, Sampling
 
@@ -19,10 +20,24 @@ class Reader:
         self._convention = Convention.of(kind, sampling)
         self._texts: dict[tuple[int, ...], str] = {}
 
-    def rollout(self, prompt: Prompt, drawn: Sequence[int], logps: Sequence[float], version: int) -> Rollout:
-        """Return the rollout of a completion that ended: by a stop token where that is its last, else by its length."""
+    def rollout(
+        self, prompt: Prompt, drawn: Sequence[int], logps: Sequence[float], versions: Sequence[tuple[int, int]]
+    ) -> Rollout:
+        """Return the rollout of a completion that ended: by a stop token where that is its last, else by its length.
+
+        `versions` are stretches of (weights version, number of tokens), at least one.
+        """
         ids = tuple(drawn)
-        finish = "stop" if ids and ids[-1] in self._stop_ids else "length"
+        finish: Literal["stop", "length"] = "stop" if ids and ids[-1] in self._stop_ids else "length"
         if ids not in self._texts:
             self._texts[ids] = self._decode(ids, finish)
-        return Rollout(prompt, ids, tuple(logps), finish, self._texts[ids], version, self._convention)  # type: ignore[arg-type]
+        return Rollout(
+            prompt,
+            ids,
+            tuple(logps),
+            finish,
+            self._texts[ids],
+            weights_version=versions[-1][0],
+            versions=tuple(versions) if len(versions) > 1 else (),
+            convention=self._convention,
+        )
