@@ -15,6 +15,7 @@ from torch import Tensor
 
 import plugs
 from grpo_toolbox.callbacks import Callback
+from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.experience import batch_of, from_state, next_experience, to_state
 from grpo_toolbox.run import Experience, Run
@@ -233,6 +234,18 @@ def test_the_engines_log_probs_serve_where_it_rounds_as_the_trainer_does(
     assert run.generation.reuse_logps == reuses
     portions = [next_experience(run, number, clock) for number in range(1, 5)]
     assert [one.old_logps is None for one in portions] == [True, reuses, reuses, reuses]
+
+
+class Elsewhere(LocalEngine):
+    """An engine that does not vouch for its log-probs, as one in another process would not."""
+
+    traits = replace(LocalEngine.traits, exact=False)
+
+
+def test_it_is_the_engine_that_says_whether_they_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_toolbox.config.engine.LocalEngine", Elsewhere)
+    assert not built_run(*SEVERAL, f"run_dir={tmp_path / 'run'}").generation.reuse_logps
+    assert built_run(*SEVERAL, "rollout.reuse_logps=true", f"run_dir={tmp_path / 'other'}").generation.reuse_logps
 
 
 def test_whose_log_probs_they_are_makes_no_difference_in_float32(tmp_path: Path) -> None:

@@ -335,9 +335,13 @@ def test_a_process_model_beside_such_an_estimator_is_refused_before_the_run(tmp_
     check_credit(group_relative, build_reward("length_penalty"))
 
 
+def of_lengths(*lengths: int) -> list[Rollout]:
+    return [Rollout(Prompt(0, "", ()), (5,) * length, (-1.0,) * length, "stop", "") for length in lengths]
+
+
 def test_parts_of_a_step_are_put_together_at_the_longer_length() -> None:
     long, short, none = scores_of(*ROWS), scores_of({"score": 1.0, "token_rewards": [1.0]}, 2.0), scores_of(1.0, 2.0)
-    whole = _joined([none, short, long], [1, 4, 1, 3, 3, 2])
+    whole = _joined([none, short, long], of_lengths(1, 4, 1, 3, 3, 2))
     assert whole.token_rewards is not None
     expected = [
         [[0.0, NAN, NAN, NAN], [0.0, 0.0, 0.0, 0.0]],
@@ -348,7 +352,7 @@ def test_parts_of_a_step_are_put_together_at_the_longer_length() -> None:
     kept = _groups_of(whole, [2]).token_rewards
     assert kept is not None
     torch.testing.assert_close(kept, torch.tensor(expected[2:]), equal_nan=True, rtol=0, atol=0)
-    assert _joined([none, none], [1, 4, 1, 4]).token_rewards is None
+    assert _joined([none, none], of_lengths(1, 4, 1, 4)).token_rewards is None
 
 
 # ---- a run

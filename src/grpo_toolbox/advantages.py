@@ -22,7 +22,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.types import Scores
@@ -38,8 +38,8 @@ _LARGEST = 1e38
 def group_relative(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -> Tensor:
     """Return (r − mean) / (std + eps) within each group (GRPO; Shao et al., 2024). `(P, G)` -> `(P, G)`.
 
-    `std="sample"` divides by n − 1 (TRL, and the default here); `"population"` by n (the paper's text). The two differ
-    by the constant √((n−1)/n): for rewards 1,0,1,0,0,1,0,0 that is +1.2074/−0.7244 against +1.2910/−0.7746.
+    `std="sample"` divides by n − 1 (TRL, and the default here); `"population"` by n; the paper leaves it open. The two
+    differ by the constant √((n−1)/n): for rewards 1,0,1,0,0,1,0,0 that is +1.2074/−0.7244 against +1.2910/−0.7746.
     """
     scored = _scored(rewards, "group_relative")
     centred = _centre(scored)
@@ -119,7 +119,7 @@ def reinforce_pp(
 ) -> Tensor:
     """Return r − Σ_{i≥t} penaltyᵢ, standardised over the whole batch: no group baseline (REINFORCE++; Hu et al., 2025).
 
-    `penalty` (P, G, T) is beta · KL per token, from `objective.kl_in=reward`, NaN off the completion. With it the
+    `penalty` (P, G, T) is beta · KL per token, from `objective.kl_in=reward`, NaN off what was written. With it the
     result is per token, (P, G, T), and mean and std are over all tokens; without it (P, G). Works with G = 1.
     """
     scored = _finite(rewards, "reinforce_pp")
@@ -142,9 +142,9 @@ def gae(
 ) -> Tensor:
     """Return Âₜ = Σ_l (γλ)^l δₜ₊ₗ with δₜ = rₜ + γVₜ₊₁ − Vₜ (Schulman et al., 2015). `(P, G)` -> `(P, G, T)`.
 
-    `values` (P, G, T) is the critic's V before each token, NaN off the completion; after the last token V is 0. The
-    reward comes at the last token, `penalty` (P, G, T), beta · KL, off each token's own. `whiten` makes mean 0 and
-    (population) std 1 of all tokens. Works with G = 1.
+    `values` (P, G, T) is the critic's V before each token that the policy wrote, NaN elsewhere: t runs over those
+    alone, and after the last one V is 0. The reward comes at the last token, `penalty` (P, G, T), beta · KL, off each
+    token's own. `whiten` makes mean 0 and (population) std 1 of all tokens. Works with G = 1.
     """
     scored = _finite(rewards, "gae")
     if values is None:
@@ -154,16 +154,17 @@ def gae(
         )
     real = ~values.isnan()
     worth = values.double().nan_to_num(0.0)
-    following = nn.functional.pad(worth[..., 1:], (0, 1))
-    last = real & ~nn.functional.pad(real[..., 1:], (0, 1))
+    last = real & (real.flip(-1).cumsum(-1).flip(-1) == 1)  # tokens from here on
     paid = torch.where(last, scored.nan_to_num(0.0).unsqueeze(-1), 0.0)
     if penalty is not None:
         paid = paid - penalty.double().nan_to_num(0.0)
-    delta = paid + gamma * following - worth
-    advantages = torch.zeros_like(delta)
-    running = torch.zeros_like(scored)
-    for place in reversed(range(delta.shape[-1])):
-        running = delta[..., place] + gamma * lam * running
+    advantages = torch.zeros_like(worth)
+    running, following = torch.zeros_like(scored), torch.zeros_like(scored)
+    for place in reversed(range(worth.shape[-1])):
+        here, value = real[..., place], worth[..., place]
+        delta = paid[..., place] + gamma * following - value
+        running = torch.where(here, delta + gamma * lam * running, running)
+        following = torch.where(here, value, following)
         advantages[..., place] = running
     advantages = torch.where(real & scored.isfinite().unsqueeze(-1), advantages, torch.nan)
     if whiten:

@@ -29,7 +29,7 @@ class Batch:
     """(B,) index into `prompts`; rows of one prompt stand together."""
     completions: tuple[tuple[int, ...], ...]  # B
     mask: Tensor
-    """(B, T) True on tokens that are trained; from lengths, never from token ids."""
+    """(B, T) True on tokens that are trained; from lengths and from who wrote them, never from token ids."""
     advantages: Tensor
     """(B, 1), or (B, T) where the estimator is per token."""
     sampler_logps: Tensor
@@ -102,16 +102,23 @@ def collate(rollouts: Sequence[Rollout], advantages: Tensor, *, mask_truncated: 
     if advantages.shape[0] * group_size != len(rollouts):
         raise ValueError(f"advantages {tuple(advantages.shape)} do not belong to {len(rollouts)} rollouts")
     per_row = advantages.flatten(0, 1).float()
-    lengths = torch.tensor([len(rollout.ids) for rollout in rollouts])
+    longest = max(len(rollout.ids) for rollout in rollouts)
     cut_off = torch.tensor([mask_truncated and rollout.finish_reason == "length" for rollout in rollouts])
     return Batch(
         prompts=tuple(rollout.prompt.ids for rollout in rollouts[::group_size]),
         group=tuple(row // group_size for row in range(len(rollouts))),
         completions=tuple(rollout.ids for rollout in rollouts),
-        mask=(torch.arange(int(lengths.max())) < lengths.unsqueeze(1)) & ~cut_off.unsqueeze(1),
-        advantages=per_row[:, : int(lengths.max())] if per_row.ndim == 2 else per_row.unsqueeze(1),
+        mask=written(rollouts) & ~cut_off.unsqueeze(1),
+        advantages=per_row[:, :longest] if per_row.ndim == 2 else per_row.unsqueeze(1),
         sampler_logps=pad_rows([rollout.logps for rollout in rollouts]),
     )
+
+
+def written(rollouts: Sequence[Rollout]) -> Tensor:
+    """Return (B, T) True on the tokens that the model wrote, False on what it was given to read and behind the end."""
+    width = max(len(rollout.ids) for rollout in rollouts)
+    marks = [rollout.written or (True,) * len(rollout.ids) for rollout in rollouts]
+    return torch.tensor([[*row, *([False] * (width - len(row)))] for row in marks], dtype=torch.bool)
 
 
 def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -28,6 +28,6 @@ def evaluate(
         scores = scoring.scores()
     rewards = finite_metrics({"eval/reward": scores.total.nanmean(), "eval/pass@1": pass_rate(scores)})
     return rewards | {
-        "eval/completion_tokens": sum(len(one.ids) for one in rollouts) / len(rollouts),
+        "eval/completion_tokens": sum(one.written_tokens for one in rollouts) / len(rollouts),
         "eval/clipped_ratio": sum(one.finish_reason == "length" for one in rollouts) / len(rollouts),
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.advantages import estimate, value_targets
-from grpo_toolbox.batch import Batch, collate
+from grpo_toolbox.batch import Batch, collate, written
 from grpo_toolbox.engines.convention import check_convention
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.metrics import without_spread
@@ -102,7 +102,7 @@ def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Roll
         rollouts += drawn
         parts.append(scores)
         checks.append(checked)
-    whole = _joined(parts, [len(one.ids) for one in rollouts])
+    whole = _joined(parts, rollouts)
     metrics = run.reward.moving_weights(state)
     run.reward.observe(whole.components.flatten(0, 1).T.tolist())
     return rollouts, whole, metrics | (run.divergence.observe(checks) if run.divergence else {})
@@ -152,7 +152,7 @@ def _seeded(sampling: Sampling, number: int, turn: int) -> Sampling:
 
 
 def _values(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Return the critic's values (P, G, T) before each token, NaN off the completions, where there is a critic."""
+    """Return the critic's values (P, G, T) before each token, NaN where the policy wrote none, if there is a critic."""
     if run.critic is None:
         return None
     batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
@@ -224,7 +224,7 @@ def _groups_of(scores: Scores, groups: Sequence[int]) -> Scores:
     )
 
 
-def _joined(parts: Sequence[Scores], lengths: Sequence[int]) -> Scores:
+def _joined(parts: Sequence[Scores], rollouts: Sequence[Rollout]) -> Scores:
     if len(parts) == 1:
         return parts[0]
     rows = [part.total.numel() for part in parts]
@@ -240,19 +240,19 @@ def _joined(parts: Sequence[Scores], lengths: Sequence[int]) -> Scores:
             for name in names
         },
         metrics=joined_metrics([part.metrics for part in parts], rows),
-        token_rewards=_joined_tokens(parts, lengths),
+        token_rewards=_joined_tokens(parts, rollouts),
     )
 
 
-def _joined_tokens(parts: Sequence[Scores], lengths: Sequence[int]) -> Tensor | None:
-    """Put token rewards of different T together, (P, G, T): NaN off the completions, 0 where a part has none."""
+def _joined_tokens(parts: Sequence[Scores], rollouts: Sequence[Rollout]) -> Tensor | None:
+    """Put token rewards of different T together, (P, G, T): NaN off what was written, 0 where a part has none."""
     if all(part.token_rewards is None for part in parts):
         return None
-    width, group_size = max(lengths), parts[0].total.shape[1]
+    on = written(rollouts)  # (B, T)
+    width, group_size = on.shape[1], parts[0].total.shape[1]
     columns = [torch.zeros(*one.total.shape, 1) if one.token_rewards is None else one.token_rewards for one in parts]
     paid = torch.cat([nn.functional.pad(one.nan_to_num(0.0), (0, width - one.shape[-1])) for one in columns])
-    on = torch.arange(width) < torch.tensor(lengths).reshape(-1, group_size, 1)
-    return torch.where(on, paid, torch.nan)
+    return torch.where(on.reshape(-1, group_size, width), paid, torch.nan)
 
 
 # ---- the checkpoint's form of what is pending ------------------------------------------------------------------------

@@ -14,9 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.batch import Batch
+from grpo_toolbox.batch import Batch, written
 from grpo_toolbox.experience import batch_of
-from grpo_toolbox.models.forward import FLOAT32_ROUNDING, HALF_ROUNDING, autocast, eval_mode, plain_model
+from grpo_toolbox.models.forward import (
+    FLOAT32_ROUNDING,
+    HALF_ROUNDING,
+    autocast,
+    eval_mode,
+    in_half_precision,
+    plain_model,
+)
 from grpo_toolbox.objectives import Objective
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.run import Experience, Run
@@ -57,9 +64,8 @@ class Sample:
 
     @property
     def real(self) -> Tensor:
-        """(B, T) True where a completion has a token."""
-        lengths = torch.tensor([len(one.ids) for one in self.rollouts])
-        return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+        """(B, T) True where a completion has a token that the model wrote."""
+        return written(self.rollouts)
 
 
 # ---- what is looked at -----------------------------------------------------------------------------------------------
@@ -94,7 +100,8 @@ def _not_all_as_long(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
     half = len(last.ids) // 2
     if not half or len({len(one.ids) for one in rollouts}) > 1:
         return rollouts
-    return [*others, replace(last, ids=last.ids[:half], logps=last.logps[:half], finish_reason="length")]
+    cut = replace(last, ids=last.ids[:half], logps=last.logps[:half], written=last.written[:half])
+    return [*others, replace(cut, finish_reason="length")]
 
 
 def _with_an_end(run: Run, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
@@ -105,9 +112,10 @@ def _with_an_end(run: Run, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         return rollouts
     first, end = rollouts[0], ends[0] if isinstance(ends, list | tuple) else ends
     half = max(len(first.ids) // 2, 1)
-    made = replace(first, ids=(*first.ids[:half], end), logps=(*first.logps[:half], 0.0), finish_reason="stop")
+    marks = (*first.written[:half], True) if first.written else ()
+    made = replace(first, ids=(*first.ids[:half], end), logps=(*first.logps[:half], 0.0), written=marks)
     said = trained_logps(run, collated(run, [made], torch.ones(1, 1)))[0, half]
-    return [replace(made, logps=(*made.logps[:half], float(said))), *rollouts[1:]]
+    return [replace(made, logps=(*made.logps[:half], float(said)), finish_reason="stop"), *rollouts[1:]]
 
 
 def collated(run: Run, rollouts: Sequence[Rollout], advantages: Tensor) -> Batch:
@@ -250,6 +258,4 @@ def limits(run: Run) -> tuple[float, float]:
 
     Thirty layers make 1e-4 of float32's 1e-7; a mistake makes 1e-2 and more.
     """
-    dtypes = {parameter.dtype for parameter in run.policy.parameters()} | {run.settings.autocast or torch.float32}
-    half = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
-    return (5e-2, HALF_ROUNDING) if half else (1e-3, FLOAT32_ROUNDING)
+    return (5e-2, HALF_ROUNDING) if in_half_precision(run.policy, run.settings.autocast) else (1e-3, FLOAT32_ROUNDING)

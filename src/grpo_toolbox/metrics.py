@@ -32,7 +32,7 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
     """Return the metrics of one step that do not need the model; a mean over nothing is left out."""
     total = scores.total
     group_size = total.shape[1]
-    lengths = torch.tensor([len(one.ids) for one in rollouts], dtype=torch.float32)
+    lengths = torch.tensor([one.written_tokens for one in rollouts], dtype=torch.float32)
     scored = total.isfinite().sum(dim=1)
     values = {
         "reward_mean": total.nanmean(),

@@ -15,7 +15,7 @@ OnGroup = Callable[[int, Sequence[Rollout]], None]
 def rollout(
     engine: Engine, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_group: OnGroup | None = None
 ) -> list[Rollout]:
-    """Return P·G rollouts in prompt-major order, each with one finite log-prob per token.
+    """Return P·G rollouts in prompt-major order, each with one finite log-prob per token that the model wrote.
 
     `on_group(group, rollouts)` is given each group as soon as its last member has ended, while others are still being
     sampled; every group exactly once, in whatever order they end.
@@ -48,11 +48,13 @@ def _check(rollouts: Sequence[Rollout], prompts: Sequence[Prompt], group_size: i
             f"the engine returned {len(rollouts)} rollouts for {len(prompts)} prompts × {group_size} completions."
         )
     for row, one in enumerate(rollouts):
-        if one.prompt is not prompts[row // group_size] or len(one.ids) != len(one.logps):
+        marks = one.written or (True,) * len(one.ids)
+        if one.prompt is not prompts[row // group_size] or not len(one.ids) == len(one.logps) == len(marks):
             raise ToolboxError(
-                f"the engine's rollout {row} is out of order, or has ids and log-probs of unequal number."
+                f"the engine's rollout {row} is out of order, or has ids, log-probs and marks of who wrote them of "
+                "unequal number."
             )
-        if not all(map(math.isfinite, one.logps)):
+        if not all(math.isfinite(logp) for logp, mark in zip(one.logps, marks, strict=True) if mark):
             raise ToolboxError(
                 f"the engine reported a log-prob that is not finite for prompt {one.prompt.id}: its weights or its "
                 "logits are broken; nothing of this step is trained."

@@ -44,7 +44,7 @@ class GenerationSettings:
     steps_per_generation: int = 1
     """Optimizer steps that share one generation of rollouts; above 1 the later ones are off-policy."""
     reuse_logps: bool = True
-    """Whether the engine's log-probs are as good as the trainer's for π_old and a KL in the reward."""
+    """Whether the engine's log-probs serve as the trainer's for π_old and a KL in the reward."""
     dynamic_sampling: bool = False
     """Go on sampling until enough groups have spread (DAPO)."""
     max_oversampling: int = 8
@@ -65,7 +65,7 @@ class Experience:
     """Groups that are trained; dynamic sampling leaves out those without spread."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     values: Tensor | None = None
-    """(P, G, T) the critic's, NaN off the completions."""
+    """(P, G, T) the critic's, NaN off what the policy wrote."""
     returns: Tensor | None = None
     """(P, G, T) what the critic is to learn; NaN where nothing."""
     off_policy: bool = False

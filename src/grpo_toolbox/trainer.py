@@ -102,7 +102,7 @@ class Clock:
 
     def metrics(self, rollouts: Sequence[Any]) -> dict[str, float]:
         """Return the seconds so far, and how many tokens were sampled in one of them."""
-        tokens = sum(len(one.ids) for one in rollouts)
+        tokens = sum(one.written_tokens for one in rollouts)
         total = time.perf_counter() - self._started
         return {f"time/{stage}": value for stage, value in self._seconds.items()} | {
             "time/step": total,

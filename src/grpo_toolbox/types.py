@@ -110,7 +110,8 @@ class Rollout:
     ids: tuple[int, ...]
     """Exactly the sampled tokens; the stop token is the last one when finish_reason is "stop"."""
     logps: tuple[float, ...]
-    """Log-probability of each token under the sampler, in nats; of which distribution, `convention` says."""
+    """Log-probability of each token under the sampler, in nats; of which distribution, `convention` says. Of a token
+    that the model did not write anything, such as NaN, which is never read."""
     finish_reason: Literal["stop", "length"]
     text: str
     """The decoded completion: stop and padding tokens removed, every other special token kept."""
@@ -120,6 +121,8 @@ class Rollout:
     """(weights version, number of tokens) of each stretch, where weights changed on the way; empty: all tokens are of
     `weights_version`."""
     convention: Convention = Convention()
+    written: tuple[bool, ...] = ()
+    """Which tokens the model wrote; empty is all of them. Others, as of a tool's answer, are read and never trained."""
 
     @property
     def oldest_version(self) -> int:
@@ -131,6 +134,11 @@ class Rollout:
         """The version of the weights that drew each token."""
         stretches = self.versions or ((self.weights_version, len(self.ids)),)
         return [version for version, count in stretches for _ in range(count)]
+
+    @property
+    def written_tokens(self) -> int:
+        """How many tokens the model wrote: those that are trained and counted."""
+        return sum(self.written) if self.written else len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -147,8 +155,8 @@ class Scores:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Scalars a reward logged (`invalid_format_rate`, reward errors, ...)."""
     token_rewards: Tensor | None = None
-    """(P, G, T) the part of `total` that is earned at single tokens, weighted; NaN off the completion. None where no
-    reward pays per token."""
+    """(P, G, T) the part of `total` that is earned at single tokens, weighted; NaN where the model wrote nothing. None
+    where no reward pays per token."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
 
 
 def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Return beta · KL per token (P, G, T), NaN off the completions, where the objective takes it off the reward.
+    """Return beta · KL per token (P, G, T), NaN off what was written, where the objective takes it off the reward.
 
     The policy's log-probs are those its engine sampled with, or the trainer's where the engine's are not as good.
     """

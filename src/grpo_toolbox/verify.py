@@ -38,7 +38,7 @@ from grpo_toolbox.ops import KL
 from grpo_toolbox.ratios import RATIO_LEVELS
 from grpo_toolbox.rewards.selftest import Trial, graders, try_grader
 from grpo_toolbox.run import Experience, Run
-from grpo_toolbox.types import Scores
+from grpo_toolbox.types import Rollout, Scores
 from grpo_toolbox.update import reward_penalty, trainer_logps
 
 MOST_WRONG = 0.25
@@ -318,13 +318,19 @@ def check_masks(run: Run, sample: Sample) -> Finding:
     batch, stopped = sample.batch, [row for row, one in enumerate(sample.rollouts) if one.finish_reason == "stop"]
     trained = sum(bool(batch.mask[row, len(batch.completions[row]) - 1]) for row in stopped)
     ends = {sample.rollouts[row].ids[-1] for row in stopped}
-    behind = sum(bool(ends & {*one.ids[:-1]}) for one in sample.rollouts)
+    behind = sum(_goes_on(one, ends) for one in sample.rollouts)
     wrong = int((batch.mask != sample.real).sum())
     limit, _ = limits(run)
     leak = _leak(run, sample)
     shown = f"{trained} of {len(stopped)} stop tokens trained, {wrong} tokens astray, {behind} rows go on behind a stop"
     passed = trained == len(stopped) and not wrong and not behind and leak <= limit
     return Finding("masks", f"{shown}, gradient {leak:.1e}", f"all, 0, 0, ≤ {limit:.0e}", passed, meaning)
+
+
+def _goes_on(one: Rollout, ends: set[int]) -> bool:
+    """Tell whether the model wrote a token right behind one that ends a turn."""
+    marks = one.written or (True,) * len(one.ids)
+    return any(token in ends and marks[place : place + 2] == (True, True) for place, token in enumerate(one.ids))
 
 
 def _leak(run: Run, sample: Sample) -> float:

@@ -42,6 +42,7 @@ def actions(step: Step, prompts: int | None = None, completions: int | None = No
                 "prompt_ids": prompt.ids,
                 "token_ids": rollout.ids,
                 "logps": [short(logp) for logp in rollout.logps],
+                "written": rollout.written or None,
             }
 
 

@@ -158,6 +158,7 @@ def _scores(
             (),
             one["finish_reason"],
             one["completion"],
+            written=tuple(one.get("written") or ()),
         )
         for one in records
     ]

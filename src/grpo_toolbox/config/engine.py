@@ -17,6 +17,7 @@ from grpo_toolbox.engines.convention import asked_convention
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.models.forward import in_half_precision
 from grpo_toolbox.models.load import stop_token_ids
 from grpo_toolbox.run import GenerationSettings
 from grpo_toolbox.types import Sampling
@@ -63,14 +64,14 @@ def generation_settings(
 ) -> GenerationSettings:
     """Return how rollouts are made and used: an engine on the trainer's weights in float32 rounds as little as it."""
     rollout = config.rollout
-    precisions = {one.dtype for one in model.parameters()} | {autocast_dtype(config.trainer, device)}
     means_the_same = asked_convention(engine.traits, drawn).is_trainers
     if rollout.reuse_logps and not means_the_same:
         raise ConfigError(
             "rollout.reuse_logps=true takes the engine's log-probs for the trainer's, and they are those of what "
             f"{', '.join(f'rollout.{cut}' for cut in drawn.cuts)} left to draw from: leave one of the two out."
         )
-    reuse = engine.traits.exact and means_the_same and precisions.isdisjoint((torch.bfloat16, torch.float16))
+    rounds = in_half_precision(model, autocast_dtype(config.trainer, device))
+    reuse = engine.traits.exact and means_the_same and not rounds
     return GenerationSettings(
         steps_per_generation=rollout.steps_per_generation,
         reuse_logps=reuse if rollout.reuse_logps is None else rollout.reuse_logps,

@@ -122,7 +122,8 @@ class RolloutConfig:
     steps_per_generation: int = 1
     """Optimizer steps that share one generation of prompts_per_step × this many prompts; later ones are off-policy."""
     reuse_logps: bool | None = None
-    """Whether the sampler's log-probs serve as the trainer's own off-policy; null: where both are float32."""
+    """Whether the sampler's log-probs serve as the trainer's own off-policy; null: where the engine says so, as those
+    in process do in float32."""
     dynamic_sampling: bool = False
     """Sample on until prompts_per_step groups have rewards that differ; the others are not trained (DAPO)."""
     max_oversampling: int = 8

@@ -38,6 +38,12 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
         yield
 
 
+def in_half_precision(model: nn.Module, autocast_dtype: torch.dtype | None) -> bool:
+    """Tell whether a forward pass rounds to 16 bits, so that another layout has other log-probs."""
+    dtypes = {parameter.dtype for parameter in model.parameters()} | {autocast_dtype}
+    return not dtypes.isdisjoint((torch.bfloat16, torch.float16))
+
+
 def plain_model(model: Any) -> Any:
     """Return the Hugging Face model itself; under PEFT its adapter layers are already inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

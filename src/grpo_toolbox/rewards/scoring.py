@@ -80,7 +80,8 @@ class Scoring:
         if len(rollouts) % self._group_size:
             raise RewardError(f"{len(rollouts)} rollouts are not whole groups of {self._group_size}.")
         rows = rows_from_rollouts(rollouts, self._group_size, self._state)
-        return _scores(self._reward, rows, self._batch.outcomes(rows), self._group_size)
+        written = [one.written or (True,) * len(one.ids) for one in rollouts]
+        return _scores(self._reward, rows, self._batch.outcomes(rows), self._group_size, written)
 
 
 def score_rollouts(
@@ -133,7 +134,9 @@ def _joined(name: str, values: Sequence[tuple[float, int]]) -> float:
     return sum(value * size for value, size in values) / sum(size for _, size in values)
 
 
-def _scores(reward: Reward, rows: Rows, outcomes: Sequence[Outcome], group_size: int) -> Scores:
+def _scores(
+    reward: Reward, rows: Rows, outcomes: Sequence[Outcome], group_size: int, written: Sequence[Sequence[bool]]
+) -> Scores:
     import torch
 
     scores = list(zip(*(outcome.scores for outcome in outcomes), strict=True))  # B rows of R
@@ -150,7 +153,7 @@ def _scores(reward: Reward, rows: Rows, outcomes: Sequence[Outcome], group_size:
     parts = zip(reward.components, outcomes, strict=True)
     paid = token_rewards(
         [(component.name, component.weight, outcome) for component, outcome in parts],
-        [len(ids) for ids in rows.inputs["completion_ids"]],
+        written,
         rows.place,
     )
     return Scores(
