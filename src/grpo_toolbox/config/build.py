@@ -18,6 +18,7 @@ from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint, seed_rng
 from grpo_toolbox.config.engine import autocast_dtype, build_engine, generation_settings, sampling
 from grpo_toolbox.config.inputs import Inputs, fitting_reward, prompts_per_generation
 from grpo_toolbox.config.options import bind, resolve
+from grpo_toolbox.config.policy import described, learning_rate, load_policy, make_optimizer, pick_device
 from grpo_toolbox.config.probe import check_credit, check_estimator, check_penalty, check_surrogate
 from grpo_toolbox.config.schema import RunConfig, TrainerConfig
 from grpo_toolbox.controllers import EntropyControl, KlControl
@@ -28,11 +29,8 @@ from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.experts import check_router, router_coefficient
 from grpo_toolbox.models.forward import packing_refusal
 from grpo_toolbox.models.load import (
-    LoraOptions,
     has_adapter,
-    load_config,
     load_model,
-    load_tokenizer,
     max_positions,
     save_pretrained,
 )
@@ -40,7 +38,6 @@ from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Divergence, Reward
 from grpo_toolbox.run import Run, UpdateSettings
-from grpo_toolbox.schedule import lr_factor
 from grpo_toolbox.surrogates import OBJECTIVES
 from grpo_toolbox.trainer import restore
 from grpo_toolbox.types import Prompt, RunInfo
@@ -67,9 +64,9 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     """Build a run from a checked config and its inputs; a resumed one is put back to its checkpoint."""
     parts = build_parts(config, inputs)
     trainer = config.trainer
-    device = _device(trainer.device)
+    device = pick_device(trainer.device)
     seed_rng(trainer.seed)
-    model = _load_policy(config, device)
+    model = load_policy(config, inputs.given, device)
     check_router(model, parts.router_aux_coef)
     packs = _packs(config, model, parts, device)
     engine = build_engine(config, model, parts.tokenizer, packs, device, weights_version=info.first_step - 1)
@@ -83,8 +80,8 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         reward=parts.reward,
         advantage=parts.advantage,
         objective=parts.objective,
-        optimizer=_optimizer(model, trainer),
-        lr_at=partial(_lr, trainer),
+        optimizer=inputs.given.optimizer or make_optimizer(model, trainer, device),
+        lr_at=inputs.given.lr_at or partial(learning_rate, trainer),
         data=parts.stream,
         eval_prompts=parts.eval_prompts,
         callbacks=inputs.callbacks,
@@ -125,10 +122,9 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     if objective.needs_reference and objective.kl_in == "reward":
         check_penalty(advantage, config.rollout.group_size)
     if objective.needs_reference and config.trainer.reference_every:
-        check_mix(config.trainer.reference_mix, adapted=config.model.lora.r > 0)
-    model_config = load_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        check_mix(config.trainer.reference_mix, adapted=config.model.lora.r > 0 or inputs.given.adapter is not None)
+    model_config, tokenizer = described(config.model, inputs.given)
     router_aux_coef = router_coefficient(model_config, config.model.router_aux_loss_coef)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     encode = partial(
         encode_prompts,
         tokenizer=tokenizer,
@@ -165,23 +161,6 @@ def _objective(name: str, options: dict[str, Any]) -> Objective:
     surrogate = resolve("objective", name, OBJECTIVES)
     bind("objective", surrogate, {key: value for key, value in options.items() if key not in own})
     return build_objective(surrogate, **options)
-
-
-def _load_policy(config: RunConfig, device: torch.device) -> nn.Module:
-    model = config.model
-    lora = LoraOptions(**vars(model.lora)) if model.lora.r else None
-    return load_model(
-        model.path,
-        dtype=model.dtype,
-        device=device,
-        seed=config.trainer.seed,
-        attn_implementation=model.attn_implementation,
-        device_map=model.device_map,
-        lora=lora,
-        gradient_checkpointing=model.gradient_checkpointing,
-        fp32_head=model.fp32_head,
-        trust_remote_code=model.trust_remote_code,
-    )
 
 
 def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.device) -> bool:
@@ -243,27 +222,6 @@ def _reference(model: nn.Module, trainer: TrainerConfig) -> Reference:
     return reference
 
 
-def _optimizer(model: nn.Module, trainer: TrainerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=trainer.lr,
-        betas=(trainer.adam_beta1, trainer.adam_beta2),
-        eps=trainer.adam_eps,
-        weight_decay=trainer.weight_decay,
-        fused=True,
-    )
-
-
-def _lr(trainer: TrainerConfig, step: int) -> float:
-    return trainer.lr * lr_factor(
-        trainer.schedule,
-        step,
-        max_steps=trainer.max_steps,
-        warmup_steps=trainer.warmup_steps,
-        min_ratio=trainer.min_lr_ratio,
-    )
-
-
 def _entropy_control(objective: Objective) -> EntropyControl | None:
     if objective.entropy_target is None:
         return None
@@ -293,18 +251,6 @@ def _update_settings(
 def _micro_batch_tokens(trainer: TrainerConfig, device: torch.device) -> int:
     """On a processor few tokens are faster than many: what a layer wrote is still in the cache when the next reads."""
     return trainer.micro_batch_tokens or (1024 if device.type == "cpu" else 8192)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # how torch refuses a name, and a device that is not there
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"trainer.device={name!r} cannot be used ({reason:.60}): auto, cpu, cuda, cuda:1, mps."
-        ) from error
 
 
 def _export(model: nn.Module, tokenizer: Any, folder: Path) -> None:

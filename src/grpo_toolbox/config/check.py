@@ -14,7 +14,9 @@ from grpo_toolbox.schedule import SCHEDULES
 CHOICES: dict[str, Sequence[str]] = {
     "rollout.engine": ("local", "hf"),
     "trainer.schedule": tuple(SCHEDULES),
+    "trainer.optimizer": ("adamw", "adamw_8bit"),
     "trainer.precision": ("auto", "float32", "bfloat16"),
+    "model.loader": ("transformers", "unsloth"),
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.on_long": ("error", "drop"),
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_toolbox.callbacks import Callback, build_callbacks
@@ -18,6 +18,20 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class Given:
+    """Objects of a program's that stand in place of what the config names; None: what the config names."""
+
+    model: Any = None
+    """A causal language model, plain or with an adapter of PEFT's."""
+    tokenizer: Any = None
+    adapter: Any = None
+    """PEFT's config of a fresh adapter."""
+    optimizer: Any = None
+    lr_at: Callable[[int], float] | None = None
+    """The learning rate of a step."""
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What a run is given from outside."""
 
@@ -26,6 +40,7 @@ class Inputs:
     callbacks: Sequence[Callback]
     reward: Reward | None
     """None for a reward that loads a model: it is built when everything else has been found good."""
+    given: Given = field(default_factory=Given)
 
 
 def check_inputs(config: RunConfig) -> Inputs:

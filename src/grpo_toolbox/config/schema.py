@@ -47,6 +47,10 @@ class ModelConfig:
     """Mixture of experts: weight of the load-balancing loss; null takes the checkpoint's own."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
+    loader: str = "transformers"
+    """Who loads the model: transformers, or unsloth where it is installed (one GPU)."""
+    load_in_4bit: bool = False
+    """Load the weights in 4 bits (bitsandbytes, on a GPU) and train an adapter on them: needs model.lora.r."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -188,6 +192,8 @@ class TrainerConfig:
     """Steps over which the learning rate rises to its peak."""
     min_lr_ratio: float = 0.0
     """Where linear and cosine end, as a share of lr."""
+    optimizer: str = "adamw"
+    """adamw, or adamw_8bit, whose state takes a quarter of the memory (bitsandbytes, on a GPU)."""
     weight_decay: float = 0.0
     """AdamW's."""
     adam_beta1: float = 0.9

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.models.loaders import four_bits
 from grpo_toolbox.models.lora import LoraOptions, add_adapter, has_adapter, merged_state_dict, without_peft_noise
 from grpo_toolbox.models.paths import ADAPTER_FILE, TINY, resolve_model_path
 from grpo_toolbox.models.reference import Reference, make_reference
 
 if TYPE_CHECKING:  # resolving a path loads no torch
     import torch
+    from peft import PeftConfig
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -28,6 +30,7 @@ __all__ = [
     "DTYPES",
     "LoraOptions",
     "Reference",
+    "adopt_model",
     "count_parameters",
     "has_adapter",
     "load_config",
@@ -36,6 +39,7 @@ __all__ = [
     "make_reference",
     "max_positions",
     "merged_state_dict",
+    "padding_tokenizer",
     "resolve_model_path",
     "save_pretrained",
     "stop_token_ids",
@@ -69,10 +73,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return build_tokenizer()
     with _refusals(path):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return padding_tokenizer(tokenizer, f"model.path={path}")
+
+
+def padding_tokenizer(tokenizer: Any, where: str) -> Any:
+    """Return a tokenizer that has a pad token, the end token where it had none; `where` is how errors call it."""
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
-                f"model.path={path}: its tokenizer has neither a pad token nor an end token. "
+                f"{where}: the tokenizer has neither a pad token nor an end token. "
                 "Set eos_token in its tokenizer_config.json."
             )
         tokenizer.pad_token = tokenizer.eos_token
@@ -88,9 +97,10 @@ def load_model(
     attn_implementation: str | None = None,
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
-    lora: LoraOptions | None = None,
+    lora: LoraOptions | PeftConfig | None = None,
     gradient_checkpointing: bool = False,
     fp32_head: bool = False,
+    four_bit: bool = False,
 ) -> torch.nn.Module:
     """Load a causal language model in eval mode onto `device`, or spread over devices by `device_map`.
 
@@ -102,27 +112,52 @@ def load_model(
     """
     import torch
 
-    from grpo_toolbox.models.forward import plain_model
-    from grpo_toolbox.models.head import use_float32_head
-
     if dtype not in DTYPES:
         raise unknown_option("model.dtype", dtype, DTYPES)
-    adapter = lora if lora is not None and lora.r > 0 else None
-    frozen_base = adapter is not None and torch.device(device).type != "cpu"
+    if isinstance(lora, LoraOptions) and lora.r == 0:
+        lora = None
+    frozen_base = lora is not None and torch.device(device).type != "cpu"
     if dtype == "auto" and not frozen_base:
         dtype = "float32"
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     options |= {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     options |= {} if device_map is None else {"device_map": device_map}
-    with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would reseed the accelerators, too, and this fork does not put those back.
-        torch.default_generator.manual_seed(seed)
-        model = _without_dropout(_load_plain(path, options))
-        if adapter is not None:
-            model = add_adapter(model, adapter)
+    options |= {"quantization_config": four_bits(dtype)} if four_bit else {}
+    with _drawing_from(seed):
+        model = _equipped(_load_plain(path, options), lora)
+    return _placed(model, device, gradient_checkpointing, fp32_head)
+
+
+def adopt_model(
+    model: Any,
+    *,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    lora: LoraOptions | PeftConfig | None = None,
+    gradient_checkpointing: bool = False,
+    fp32_head: bool = False,
+) -> torch.nn.Module:
+    """Make a loaded model a policy: without dropout, with a fresh adapter where asked, on its device, in eval mode.
+
+    A model that is spread over devices, or whose weights are quantised, stays where it is.
+    """
+    with _drawing_from(seed):
+        model = _equipped(model, lora)
+    return _placed(model, device, gradient_checkpointing, fp32_head)
+
+
+def _equipped(model: Any, lora: LoraOptions | PeftConfig | None) -> Any:
+    model = _without_dropout(model)
+    return model if lora is None else add_adapter(model, lora)
+
+
+def _placed(model: Any, device: str | torch.device, gradient_checkpointing: bool, fp32_head: bool) -> torch.nn.Module:
+    from grpo_toolbox.models.forward import plain_model
+    from grpo_toolbox.models.head import use_float32_head
+
     if fp32_head:
         use_float32_head(plain_model(model))
-    if device_map is None:
+    if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
         model.to(device)
     if gradient_checkpointing:
         from grpo_toolbox.models.attention import same_attention_again
@@ -132,6 +167,17 @@ def load_model(
     return model.eval()
 
 
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Let the block draw from `seed`, and put the global random state back afterwards."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would reseed the accelerators, too, and this fork does not put those back.
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 _NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 """What modules call the noise that they put on the input of their routers in training."""
 
@@ -139,11 +185,13 @@ _NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 def _without_dropout(model: Any) -> Any:
     """Set the checkpoint's own dropout and router noise to 0: rollouts are sampled without, and trained as sampled.
 
-    Only `model.lora.dropout` brings it back.
+    An adapter's own dropout stays as it is.
     """
     from torch import nn
 
-    for module in model.modules():
+    for place, module in model.named_modules():
+        if ".lora_dropout" in place:
+            continue
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():

@@ -13,6 +13,7 @@ from grpo_toolbox.errors import ConfigError, unknown_option
 
 if TYPE_CHECKING:  # options are read without loading torch
     import torch
+    from peft import PeftConfig
 
 
 @dataclass(frozen=True)
@@ -39,34 +40,48 @@ def has_adapter(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def add_adapter(model: Any, lora: LoraOptions) -> Any:
+def add_adapter(model: Any, lora: LoraOptions | PeftConfig) -> Any:
     """Return the model with a fresh adapter, the only thing that requires gradients; its output is unchanged.
 
     Adapter weights are float32 on a half-precision base. Draws from torch's global random state.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
-    targets = lora.target_modules
-    config = LoraConfig(
-        r=lora.r,
-        lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
-    )
+    if has_adapter(model):
+        raise ConfigError(
+            "the model has an adapter already and is to get another: pass it without peft_config, or merge it first "
+            "(model.merge_and_unload())."
+        )
+    config = _peft_config(lora) if isinstance(lora, LoraOptions) else lora
+    targets = getattr(config, "target_modules", None)
     layers = _linear_layers(model)
+    if getattr(model, "is_quantized", False):
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     try:
         with without_peft_noise():
             adapted = get_peft_model(model, config)
     except ValueError as error:  # PEFT matches the names itself and raises this where none fits
         if "lora_dropout" in str(error):
             raise ConfigError(
-                f"model.lora.dropout={lora.dropout} cannot be had for a mixture of experts, whose adapters stand on "
-                "weights and not on layers: set model.lora.dropout=0, or other layers in model.lora.target_modules."
+                f"model.lora.dropout={config.lora_dropout} cannot be had for a mixture of experts, whose adapters "
+                "stand on weights and not on layers: set model.lora.dropout=0, or other model.lora.target_modules."
             ) from error
         raise unknown_option("model.lora.target_modules", targets, {"all-linear", *layers}) from error
     _refuse_tied(adapted, targets)
     return adapted
+
+
+def _peft_config(lora: LoraOptions) -> PeftConfig:
+    from peft import LoraConfig
+
+    targets = lora.target_modules
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=2 * lora.r if lora.alpha is None else lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
 
 
 @contextmanager
@@ -85,7 +100,7 @@ def _linear_layers(model: torch.nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
 
 
-def _refuse_tied(adapted: Any, targets: str | Sequence[str]) -> None:
+def _refuse_tied(adapted: Any, targets: object) -> None:
     from peft.tuners.lora import LoraLayer
 
     ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
