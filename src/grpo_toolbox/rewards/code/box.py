@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_toolbox.rewards.code.records import Limits
+from grpo_toolbox.rewards.code.records import MOST_PATIENCE, Limits
 from grpo_toolbox.rewards.code.sandbox import Process, children
 
-MOST_PATIENCE = 3.0
-"""Most time waited for a busy machine, in multiples of the candidate's own time."""
 _MEGABYTE = 1 << 20
 _WATCH_SECONDS = 0.05
 _STEP_SECONDS = 0.25

@@ -55,28 +55,36 @@ class Finding:
 async def judge(pool: Pool, code: str, problem: Problem) -> Verdict:
     """Judge a program; SandboxError where there is no verdict because the sandbox, or the test code, failed."""
     async with pool.turn():
-        found = Finding()
-        box = await pool.take()
-        began = time.monotonic()
-        try:
-            box.watch()
-            tests = problem.tests
-            if isinstance(tests, Suite):
-                order = {"tests": tests.source, "entry_point": tests.entry_point}
-                await _ask_objects(pool, box, code, problem.setup, order, found)
-            elif isinstance(tests, Table):
-                await _ask_objects(pool, box, code, problem.setup, {"calls": _calls(tests.calls)}, found)
-            else:
-                await _ask_programs(pool, box, code, problem.setup, tests.programs, found)
-        except Ended as error:
-            found.end("died", str(error))
-        except TimeoutError:
-            found.end("timeout", f"no end within {pool.limits.timeout:g} s")
-        finally:
-            await pool.discard(box)
-        if box.fault:
-            found.status, found.reason = box.fault, f"it went over the limit of {box.fault}"
-        return found.verdict(problem.size, bytes(box.printed), time.monotonic() - began)
+        verdict = await _judge_once(pool, code, problem)
+        while verdict.status == "died" and verdict.seconds >= pool.limits.life_seconds:
+            # its sandbox ended itself, as it does while this process is stopped: that says nothing of the program
+            verdict = await _judge_once(pool, code, problem)
+        return verdict
+
+
+async def _judge_once(pool: Pool, code: str, problem: Problem) -> Verdict:
+    found = Finding()
+    box = await pool.take()
+    began = time.monotonic()
+    try:
+        box.watch()
+        tests = problem.tests
+        if isinstance(tests, Suite):
+            order = {"tests": tests.source, "entry_point": tests.entry_point}
+            await _ask_objects(pool, box, code, problem.setup, order, found)
+        elif isinstance(tests, Table):
+            await _ask_objects(pool, box, code, problem.setup, {"calls": _calls(tests.calls)}, found)
+        else:
+            await _ask_programs(pool, box, code, problem.setup, tests.programs, found)
+    except Ended as error:
+        found.end("died", str(error))
+    except TimeoutError:
+        found.end("timeout", f"no end within {pool.limits.timeout:g} s")
+    finally:
+        await pool.discard(box)
+    if box.fault:
+        found.status, found.reason = box.fault, f"it went over the limit of {box.fault}"
+    return found.verdict(problem.size, bytes(box.printed), time.monotonic() - began)
 
 
 # ---- functions and objects -------------------------------------------------------------------------------------------

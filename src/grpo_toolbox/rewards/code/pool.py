@@ -149,7 +149,7 @@ class Pool:
 
     async def _greet(self, box: Box) -> None:
         """Send the harness and the limits, and wait until they hold."""
-        names = ("cpu_seconds", "memory_mb", "processes", "file_mb", "files")
+        names = ("cpu_seconds", "memory_mb", "processes", "file_mb", "files", "life_seconds")
         limits = {name: getattr(self.limits, name) for name in names}
         await box.send_line(self.harness)
         await box.send({**limits, "paths": self.paths, "user": getattr(box.process, "user", None)})

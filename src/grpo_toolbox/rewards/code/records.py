@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError, ToolboxError
+
+MOST_PATIENCE = 3.0
+"""Most time waited for a busy machine, in multiples of the candidate's own time."""
+
+LAST_SECONDS = 10.0
+"""Between the latest end that a judge sets and the one that a sandbox sets itself."""
 
 
 class SandboxError(ToolboxError):
@@ -30,6 +37,11 @@ class Limits:
     """Of what is printed; of each program's output where that is what is tested."""
     files: int = 64
     """Open files of each process."""
+
+    @property
+    def life_seconds(self) -> int:
+        """After which a sandbox ends itself, though the process that has the timeout in hand is stopped or gone."""
+        return math.ceil(self.timeout * (1.0 + MOST_PATIENCE) + LAST_SECONDS)
 
     def check(self) -> None:
         """Raise ConfigError for a limit under which nothing can run."""

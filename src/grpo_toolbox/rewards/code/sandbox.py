@@ -80,6 +80,7 @@ class Confined:
         self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
         self.user = user
         """The number that the harness is to become, where it starts as root."""
+        self.born = birth(process.pid)
 
     @property
     def pid(self) -> int:
@@ -88,10 +89,12 @@ class Confined:
 
     def kill(self) -> None:
         """Kill the first process of the tree, with which the kernel ends the others, then what is left."""
+        if self.process.returncode is not None or birth(self.pid) != self.born:  # its number may be another's by now
+            return
         for child in children(self.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
-        if not children(self.pid) and self.process.returncode is None:
+        if not children(self.pid):
             self._kill_group()
 
     async def wait(self) -> int:
@@ -104,8 +107,18 @@ class Confined:
             return await self.process.wait()
 
     def _kill_group(self) -> None:
+        if birth(self.pid) != self.born:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def birth(pid: int) -> str:
+    """When a process began, in the kernel's ticks: two processes that bear one number after another differ in it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):  # it has ended
+        return ""
 
 
 def children(pid: int) -> list[int]:
@@ -180,7 +193,7 @@ def _bubblewrap_arguments(limits: Limits, shown: View, root: bool) -> list[str]:
     # root needs no user namespace, and without one its sandboxes have numbers of their own, which limits hold for
     arguments += ["--cap-drop", "ALL", *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")[: 4 * root]]
     arguments += [] if root else ["--unshare-user"]
-    arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    arguments += ["--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox"]
     for place, source in shown.binds.items():
         for parent in reversed(Path(place).parents[:-1]):
             arguments += ["--dir", str(parent)]

@@ -54,8 +54,19 @@ def read_exactly(size: int) -> bytes:
     return b"".join(pieces)
 
 
+def go_first() -> None:
+    """Where this machine's memory runs out, have the kernel take it from here and not from the run."""
+    try:
+        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(score, b"1000")
+        os.close(score)
+    except OSError:  # a sandbox that shows no /proc
+        pass
+
+
 def start() -> None:
     """Read the harness, confine this process where a plan says how, and obey the judge."""
+    go_first()
     parts = PACKAGE.split(".")
     for end in range(1, len(parts) + 1):
         package = types.ModuleType(".".join(parts[:end]))

@@ -13,9 +13,11 @@ import fcntl
 import os
 import struct
 
+from grpo_toolbox.rewards.code.inside.first import wait_for
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC = 1, 2, 4, 8, 32, 4096, 16384
 _MS_PRIVATE = 1 << 18
@@ -35,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(plan: dict[str, Any]) -> None:
-    """Return in a process that is confined as `plan` says; OSError where the kernel does not allow it.
+    """Return in the first process of a tree that is confined as `plan` says; OSError where the kernel does not allow it.
 
     The plan: `binds` (folders shown read-only), `links` ((target, place) of symbolic links), `tmp_bytes`, `filter`
     (of system calls), `user` (number to become; None where a user namespace is needed), `environment`.
@@ -44,7 +46,9 @@ def confine(plan: dict[str, Any]) -> None:
     os.environ.update(plan["environment"])
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     _unshare(new_user=plan["user"] is None)
-    _fork_and_wait()  # the child is the first process of the new process tree
+    child = os.fork()  # the first process of the new process tree
+    if child:
+        wait_for(child)
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     _raise_loopback()
     _check(_libc.sethostname(b"sandbox", 7), "sethostname")
@@ -53,8 +57,8 @@ def confine(plan: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(*[plan["user"]] * 3)
         os.setresuid(*[plan["user"]] * 3)
+        _prctl(_PR_SET_PDEATHSIG, _SIGKILL)  # the kernel forgets it where a process becomes another user
     _drop_privileges(plan["filter"])
-    _fork_and_wait()  # so that what is orphaned is reaped, and signals mean what they mean elsewhere
 
 
 def _check(result: int, what: str) -> None:
@@ -84,21 +88,6 @@ def _unshare(new_user: bool) -> None:
         ):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(content)
-
-
-def _fork_and_wait() -> None:
-    """Return in a child; this process only waits for it, reaping whatever else is left to it, and leaves with it."""
-    child = os.fork()
-    if child:
-        _wait_for(child)
-
-
-def _wait_for(child: int) -> NoReturn:
-    while True:
-        ended, status = os.wait()
-        if ended == child:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
 
 
 def _raise_loopback() -> None:

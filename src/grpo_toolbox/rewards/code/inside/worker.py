@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 
+from grpo_toolbox.rewards.code.inside.first import begin, lead
 from grpo_toolbox.rewards.code.inside.wire import Channel
 
 TYPE_CHECKING = False
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Obey the judge: first its limits, then its one order (`objects`, `programs` or `referee`)."""
+    leader = lead() if os.getpid() == 1 else None  # in a container of the user's own somebody else may be the first
     channel = take_channel()
     try:
-        set_limits(channel.receive())
+        limits = channel.receive()
+        set_limits(limits)
         channel.send({"ready": sys.version})
         order = channel.receive()
+        if leader is not None:
+            begin(leader, 0 if order["role"] == "referee" else limits["life_seconds"])
         program = _serve(channel, order)
     except (EOFError, BrokenPipeError):  # the judge has what it wants, or is gone
         os._exit(0)
