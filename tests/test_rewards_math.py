@@ -230,7 +230,7 @@ def test_an_answer_that_is_not_found_is_wrong_and_what_was_found_is_logged() -> 
 
 
 def test_a_comparison_that_takes_too_long_is_a_timeout_and_no_wrong_answer() -> None:
-    slow = r"\boxed{\prod_{k=1}^{10^{5}}\cos(k)}"
+    slow = r"\boxed{\prod_{k=1}^{9999}\cos(k)}"
     rollouts = [Rollout(Prompt(0, "?", (1,), {"answer": "43"}), (), (), "stop", text) for text in (slow, r"\boxed{43}")]
     scored = score_rollouts(build_reward("math", timeout=0.5), rollouts, 2)
     assert scored.metrics["rewards/math/timeouts"] == 1

@@ -95,6 +95,13 @@ UNITS: Rule = [
     (r"\$1{,}000{,}000", [r"\$1 million", "1000000"], ["1 million euros"]),
     (r"90^\circ", ["90", "90°", r"90\text{ degrees}", r"90^{\circ}"], [r"\frac{\pi}{2}", "9"]),
     (r"2\sqrt{3}\text{ cm}", [r"2\sqrt3", r"2\sqrt{3}\text{ units}"], [r"2\sqrt{3}\text{ m}", "2"]),
+    (
+        r"9.8\text{ m/s}^2",
+        [r"9.8\,\frac{\text{m}}{\text{s}^2}", r"9.8\ \text{m}/\text{s}^2", r"9.8\,\mathrm{m/s^2}", "9.8"],
+        [r"9.8\text{ m/s}", r"9.8\frac{\text{km}}{\text{s}^2}", "9.7"],
+    ),
+    ("3", [r"3\text{ kg}\cdot\text{m}"], []),
+    (r"7 \pmod{10}", ["7", r"x\equiv 7\pmod{10}"], [r"7 \pmod{11}", r"8 \pmod{10}", "10"]),
     (r"60\text{ miles per hour}", ["60 mph", r"60\text{ mi/h}", "60"], ["60 km/h"]),
     ("5m", [r"5\cdot m", "5 m"], ["5"]),
     ("2000000", [r"2\text{ million}"], [r"2\text{ billion}", "2"]),
@@ -133,6 +140,8 @@ EQUATIONS: Rule = [
     ("5x - 2y + 9=0", ["5x-2y=-9", "-10x+4y=18", r"y = \frac{5x+9}{2}"], ["5x + 7y + 11=0", "5x-2y=9", "0"]),
     ("y=2x+1", ["2x+1", "f(x)=2x+1", "2x-y+1=0"], ["2x", "y=2x-1"]),
     ("x^2+y^2=4", ["y^2+x^2=4"], ["4", "x^2+y^2=2"]),
+    ("x+y=11", ["y+x=11", "x=11-y"], ["11", "x+y=4"]),
+    ("11", ["x+y=11"], []),
     ("m=4,6,9", ["4,6,9", "m=9, m=4, m=6"], ["m=4,6,8", "m=4,6", "9"]),
     ("x=1, y=2", [r"\begin{cases}x=1\\y=2\end{cases}", "(1,2)", "y=2, x=1", "(x,y)=(1,2)"], ["x=2, y=1", "(2,1)"]),
 ]
@@ -191,6 +200,8 @@ TEXT: Rule = [
     ("12", ["(C) 12"], ["(C) 13"]),
     ("(C) 12", ["C", "12", r"\text{(C)}\ 12"], ["(C) 13", "(B) 12", "B"]),
     ("A, C", ["C and A", r"\text{(A), (C)}"], ["A", "A, B"]),
+    (r"2:30 \text{ PM}", ["2:30 PM", r"\text{2:30 pm}"], ["2:30 AM", "2:31 PM", "2:30"]),
+    (r"\infty", [r"\text{infinity}", r"+\infty"], [r"-\infty"]),
     (r"\text{east}", ["East", r"\textbf{east.}"], ["west", "northeast"]),
     ("no solution", [r"\text{No solution}"], ["solution", "0"]),
     ("Yes", ["yes", r"\text{YES.}"], ["No", "Yes and no"]),
@@ -222,6 +233,7 @@ def test_what_is_right_and_what_is_wrong(name: str) -> None:
 SAME = [
     *(("12", "(C) 12"), ("12", r"12\text{ cm}"), (r"12\text{ cm}", "(C) 12"), ("C", "(C) 12"), ("35", r"35\%")),
     *(("0.35", r"35\%"), ("x=5", "5"), ("12.5", r"\$12.50"), ("1000000", r"\$1{,}000{,}000")),
+    *(("3", r"x \equiv 3 \pmod 7"), (r"7 \pmod{10}", "7"), ("11", "x+y=11")),
     *((r"8 \text{ and } 27", r"\{8, 27\}"), ("(8, 27)", r"8 \text{ and } 27")),
 ]
 

@@ -22,7 +22,9 @@ DIGITS = 50
 _SAME = 40
 """Digits in which two values agree that are one: e^(pi sqrt 163) is an integer in the first thirty."""
 _LARGEST = 1e6
-"""Digits of a number, or terms of a sum, beyond which nothing is worked out."""
+"""Digits of a number beyond which nothing is worked out."""
+_MOST_TERMS = 1e4
+"""Terms of a sum or product beyond which nothing is worked out."""
 
 _MOST_DIGITS = 300
 """Digits of a number that is read as digits."""
@@ -161,7 +163,7 @@ def _or_none(text: str) -> Expr | None:
 
 
 def out_of_reach(expression: Basic) -> bool:
-    """Whether some number in an expression has more than a million digits, or takes as many terms."""
+    """Whether some number in an expression has more than a million digits, or takes ten thousand terms."""
     import sympy
 
     growing = (sympy.Pow, sympy.exp, sympy.factorial, sympy.factorial2, sympy.gamma)
@@ -173,13 +175,13 @@ def out_of_reach(expression: Basic) -> bool:
 
 
 def _is_long(terms: Any) -> bool:
-    """Whether a sum or product has more than a million terms to be taken one by one."""
+    """Whether a sum or product has more than ten thousand terms to be taken one by one."""
     import sympy
 
     for name, *limits in terms.limits:
         count = limits[-1] - limits[0] if len(limits) == 2 else sympy.oo
         listed = isinstance(terms, sympy.Product) or not terms.function.is_rational_function(name)
-        if listed and count.is_finite and not count.free_symbols and not _size(count) <= _LARGEST:
+        if listed and count.is_finite and not count.free_symbols and not _size(count) <= _MOST_TERMS:
             return True
     return False
 

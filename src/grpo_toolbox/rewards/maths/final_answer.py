@@ -12,7 +12,7 @@ from grpo_toolbox.rewards.answers import after_marker, after_thinking, boxes, go
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _STATED = re.compile(
     r"\b(?:final\s+)?answer\b[ \t*_]*"
-    r"(?:(?:is|are|equals|would be|will be|should be|must be)\b[ \t]*:?|[:=]|\n)[*_:\s]*(?P<answer>[^\n]+)",
+    r"(?:(?:is|are|equals|would be|will be|should be|must be)\b[ \t]*:?|[:=]|\n)[*_:\s]*(?=[^\n])",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<!\d)[.!](?=\s|\Z)|(?<=\d)\.(?=\s|\Z)")
@@ -51,7 +51,7 @@ def stated_answer(text: str) -> str | None:
         return marked
     stated = list(_STATED.finditer(text))
     if stated:
-        return _first_sentence(stated[-1]["answer"])
+        return _first_sentence(text[stated[-1].end() :].partition("\n")[0])
     line = text.strip()
     alone = "\n" not in line and len(line) <= _LONGEST_LINE and r"\boxed" not in line
     return line if alone and any(map(_says_something, line)) else None

@@ -44,7 +44,7 @@ _FRACTIONS = {"frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"}
 _SIZES = {"left", "right", "middle", *(a + b for a in ("big", "Big", "bigg", "Bigg") for b in ("", "l", "r", "m"))}
 _IGNORED = {
     *{"displaystyle", "textstyle", "scriptstyle", "limits", "nolimits", "rm", "bf", "it", "boldmath", "centering"},
-    *{"hline", "nonumber", "notag"},
+    *{"hline", "nonumber", "notag", "checkmark"},
 }
 _IGNORED_WITH_ARGUMENT = {"hspace", "vspace", "label", "tag", "color", "textcolor", "phantom", "hphantom", "vphantom"}
 _SPACES = {"quad", "qquad", "thinspace", "medspace", "thickspace", "enspace", "space", "newline"}
@@ -298,7 +298,7 @@ _HANDLED: tuple[tuple[set[str], Callable[[_Rewriter, str], str]], ...] = (
     (_FRACTIONS, _Rewriter._fraction),
     ({"binom", "dbinom", "tbinom"}, _Rewriter._binomial),
     ({"sqrt"}, _Rewriter._root),
-    ({"pmod"}, _Rewriter._modulo),
+    ({"pmod", "mod"}, _Rewriter._modulo),
     (_TEXT, _Rewriter._words),
     (_FONTS, _Rewriter._content),
     (_SIZES, _Rewriter._size),

@@ -13,6 +13,9 @@ _TEXT_AT_END = re.compile(r"\\text\{(?P<words>[^{}]*)\}(?P<power>\^\{-?\d\})?\Z"
 _WORDS_AT_END = re.compile(r"(?<=[\d.!}) ]) ?(?P<words>[^\W\d_]+(?:[ /][^\W\d_]+)*)(?P<power>\^\{-?\d\})?\Z")
 _LETTERS = {"m", "s", "g", "h", "l", "L"}
 """Units of one letter; `5 m` may be five metres, `5m` is five times m."""
+_UNIT_FRACTION = re.compile(r"\\frac\{\\text\{([^{}]*)\}(?:\^\{(\d)\})?\}\{(\\text\{[^{}]*\}(?:\^\{\d\})?)\}\Z")
+_UNITS_JOINED = re.compile(r"\}(?:\^\{(\d)\})?(?P<sign>/|\\cdot ?)\\text\{")
+_MODULUS = re.compile(r"(?P<rest>[^()]+)\(?\\text\{ ?mod ?\}\(?(?P<modulus>\w+|\{\w+\})\)?\)?")
 _DEGREES = re.compile(r"\^\{\\circ ?\}(?:\\text\{)?(?P<scale>[CFK])?\}?\Z")
 _ANGLE_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _BASE = re.compile(r"(?P<digits>[0-9A-F]+)_\{(?:\\text\{)?(?P<base>\w+)\}?\}")
@@ -36,7 +39,10 @@ def based(text: str) -> Value | None:
 
 
 def quantity(text: str) -> Value | None:
-    """A number with currency, percent sign, degrees, multiplier or unit; None where nothing such is written."""
+    """A number with currency, percent sign, degrees, multiplier, unit or modulus; None where nothing such is there."""
+    text = _with_one_unit(text)
+    if modulo := _MODULUS.fullmatch(text):
+        return _in(f"mod {modulo['modulus'].strip('{}')}", plain_value(modulo["rest"]))
     sign = "-" if text.startswith("-") else ""
     unsigned = text[len(sign) :]
     if unsigned[:1] in CURRENCIES and len(unsigned) > 1:
@@ -50,6 +56,16 @@ def quantity(text: str) -> Value | None:
     if degrees and degrees.start() and not _ANGLE_FUNCTION.search(text):
         return _in(f"deg{degrees['scale'] or ''}", plain_value(text[: degrees.start()]))
     return _with_words(text)
+
+
+def _with_one_unit(text: str) -> str:
+    """Units in several pieces, `\\frac{\\text{m}}{\\text{s}}` or `\\text{m}/\\text{s}`, in one: `\\text{m/s}`."""
+    text = _UNIT_FRACTION.sub(lambda one: rf"\text{{{one[1]}{_raised(one[2])}/" + one[3].removeprefix(r"\text{"), text)
+    return _UNITS_JOINED.sub(lambda one: _raised(one[1]) + ("/" if one["sign"] == "/" else " "), text)
+
+
+def _raised(power: str | None) -> str:
+    return f"^{power}" if power else ""
 
 
 def as_product(value: Value, text: str) -> Value | None:

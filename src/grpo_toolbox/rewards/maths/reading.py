@@ -27,7 +27,7 @@ _LEAD = re.compile(
     r"\A(?:\\text\{\s*(?:either|both|the|exactly|is|are)?\s*\}|="
     r"|\\(?:approx|therefore|implies|Rightarrow|rightarrow) ?)"
 )
-_SIGNS = {"=", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\approx"}
+_SIGNS = {"=", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\approx", r"\equiv"}
 _ORDER = {"<", ">", r"\leq", r"\geq"}
 _TURNED = {">": "<", r"\geq": r"\leq"}
 _CHOICE = re.compile(
@@ -47,6 +47,7 @@ _LONG_NAME = re.compile(
     r"|\([a-zA-Z\d ]*\)|(?<![xyz])\^\{2\})+"
 )
 _OPTION = re.compile(r"(?:option|choice|answer) ?\(?([A-J])\)?", re.IGNORECASE)
+_TIME = re.compile(r"(?P<hours>\d{1,2}(?::\d\d)?) ?(?:\\text\{)? ?(?P<half>[apAP])\.?[mM]\.? ?\}?")
 _PROSE = re.compile(r"[^\W\d_]{4,}|\\text\{[^{}]*[^\W\d_]{2,}[^{}]*\}|[^\W\d_]{2,} [^\W\d_]{2,}")
 _ONE_WORD = {"yes", "no", "true", "odd", "even", "dne", "none", "all"}
 _REALS = {r"\mathbb{R}", "all real numbers", "all reals", "all real", "real numbers"}
@@ -260,7 +261,7 @@ def _relation(text: str) -> Node | None:
     signs, parts = [sign for sign, _ in pieces[1:]], [part for _, part in pieces]
     if signs == [r"\approx"] and not _is_name(parts[0]):
         return read(parts[0])
-    if all(sign in ("=", r"\in", r"\approx") for sign in signs):
+    if all(sign in ("=", r"\in", r"\approx", r"\equiv") for sign in signs):
         return _equation(parts)
     ordered = len(signs) <= 2 and all(sign in _ORDER for sign in signs)
     if ordered and (interval := _inequality(parts, signs)):
@@ -322,7 +323,9 @@ def _is_text(text: str) -> bool:
 
 
 def _labelled(text: str) -> Node | None:
-    """`3:4` is a ratio, `Answer: 5` a label with a value."""
+    """`2:30 pm` is a time, `3:4` a ratio, `Answer: 5` a label with a value."""
+    if time := _TIME.fullmatch(text):
+        return Words(f"{time['hours']} {time['half'].lower()}m")
     pieces = [part for _, part in _cut(text, lambda token: token == ":")]
     label = TEXT.match(text)
     if label and label[1].rstrip().endswith((":", " is")):
@@ -342,6 +345,8 @@ def _prose(text: str) -> Node | None:
         return _interval(Value(r"-\infty"), Value(r"\infty"), (False, False))
     if option := _OPTION.fullmatch(text):
         return Value(option[1])
+    if text.lower() in ("infinity", "infinite"):
+        return Value(r"\infty")
     if text == r"\emptyset":
         return Group("set", ())
     if measured := quantity(text):

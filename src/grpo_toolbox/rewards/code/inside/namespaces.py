@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(plan: dict[str, Any]) -> None:
-    """Return in the first process of a tree that is confined as `plan` says; OSError where the kernel does not allow it.
+    """Return in the first process of a tree, confined as `plan` says; OSError where the kernel does not allow it.
 
     The plan: `binds` (folders shown read-only), `links` ((target, place) of symbolic links), `tmp_bytes`, `filter`
     (of system calls), `user` (number to become; None where a user namespace is needed), `environment`.
