@@ -13,7 +13,9 @@ from typing import Any
 
 _SIGN = r"(?<![\w)\]}])[-+]"  # "12-5" is a difference, "= -5" a negative number
 _CURRENCY = r"\\?[$€£¥]"
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+"
+_DIGITS = (
+    r"(?:(?<!\d)(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?!\d|\.\d)"  # 1.2.3 is no number
+)
 _NUMBER = re.compile(
     rf"(?P<sign>{_SIGN})?(?:{_CURRENCY}\s?)?(?P<sign2>(?<![\w)\]}}])-)?"
     rf"(?P<digits>{_DIGITS})(?P<exponent>[eE][-+]?\d+(?!\w))?(?P<denominator>/\d+(?!\d|[./]\d))?"

@@ -29,7 +29,19 @@ from grpo_toolbox.rewards.maths.units import MULTIPLIERS, NOT_UNITS
 
 _BLANK_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d])")
 _LONGEST = 200
-_NOT_PLAIN = (NOT_UNITS | {*MULTIPLIERS}) - {"is", "are", "be", "for", "with", "per", "when", "where", "if"}
+_NOT_PLAIN = (NOT_UNITS | {*MULTIPLIERS, "k"}) - {
+    "about",
+    "approximately",
+    "is",
+    "are",
+    "be",
+    "for",
+    "with",
+    "per",
+    "when",
+    "where",
+    "if",
+}
 
 
 def numeric(require_marker: bool = False, column: str = "answer") -> Callable[..., list[float | None]]:
