@@ -31,6 +31,12 @@ _FRACTION = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER})|\s*(%))?",
 _RATING = re.compile(rf"\[\[\s*({_NUMBER}(?:\s*/\s*{_NUMBER})?|\w+)\s*\]\][*_`.\s]*$", re.MULTILINE)
 _OUT_OF = re.compile(r"(?:/|\b(?:out )?of)[*_` \t]{0,9}\Z", re.IGNORECASE)
 """Before a rating that is the denominator of another."""
+_QUOTING = re.compile(
+    r"\b(?:writes?|wrote|says?|said|contains?|plant(?:s|ed)?|claims?|asks?|demands?|quotes?|inserts?|includes?)\b"
+    r"[^.!?:\n]*\Z",
+    re.IGNORECASE,
+)
+"""Before a rating that is somebody else's."""
 _NAMED = re.compile(
     r"^[*_`#~ \t]*(?:final[ \t]+)?(?:score|grade|rating|verdict|judge?ment|winner)[*_` \t]*[:=][*_` \t]*(\S[^\n]*)$",
     re.IGNORECASE | re.MULTILINE,
@@ -120,7 +126,8 @@ def _from_text(text: str, scale: Scale) -> float | None:
     closing = _from_last_line(text.splitlines()[-1], scale)
     if stated:
         last = max(stated, key=lambda match: match.end())
-        verdict = None if _OUT_OF.search(text[: last.start()]) else scale.text(last[1])
+        before = text[: last.start()]
+        verdict = None if _OUT_OF.search(before) or _QUOTING.search(before) else scale.text(last[1])
         return verdict if closing in (None, verdict) else None
     opening = _from_first_word(text, scale)
     return closing if opening in (None, closing) else opening if closing is None else None
@@ -254,5 +261,6 @@ def _from_first_word(text: str, scale: Scale) -> float | None:
 
 
 def _bare(text: str) -> str:
-    """The text without marks of emphasis around it and the stop behind it."""
-    return text.strip().strip(_MARKS).rstrip(".!").strip(_MARKS)
+    """The text without marks of emphasis and round brackets around it and the stop behind it."""
+    text = text.strip().strip(_MARKS).rstrip(".!").strip(_MARKS)
+    return text[1:-1].strip() if text.startswith("(") and text.endswith(")") else text
