@@ -65,6 +65,7 @@ WITHOUT_TORCH = (
     *("callbacks.display", "callbacks.memory_writer", "callbacks.trace_summary", "models.load"),
     *("config.schema", "config.source", "config.keys", "config.options", "config.check", "config.typed"),
     *("config.inputs", "config.folder"),
+    *("engines.server",),
     *("cli.main", "cli.train", "cli.verify", "cli.traces", "cli.memory", "cli.models"),
     *("cli.reward", "cli.rescore"),
     *("cli.help", "cli.overrides", "cli.compose"),

@@ -69,7 +69,15 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     model = load_policy(config, inputs.given, device)
     check_router(model, parts.router_aux_coef)
     packs = _packs(config, model, parts, device)
-    engine = build_engine(config, model, parts.tokenizer, packs, device, weights_version=info.first_step - 1)
+    engine = build_engine(
+        config,
+        model,
+        parts.tokenizer,
+        [*parts.prompts, *parts.eval_prompts],
+        packs,
+        device,
+        weights_version=info.first_step - 1,
+    )
     drawn = sampling(config)
     check_sampling(engine.traits, drawn, corrected=parts.objective.corrects)
     run = Run(

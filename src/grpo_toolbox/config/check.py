@@ -8,11 +8,12 @@ from typing import Any
 
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.config.source import registry
+from grpo_toolbox.engines.server import addresses
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.schedule import SCHEDULES
 
 CHOICES: dict[str, Sequence[str]] = {
-    "rollout.engine": ("local", "hf"),
+    "rollout.engine": ("local", "hf", "vllm", "sglang", "http"),
     "trainer.schedule": tuple(SCHEDULES),
     "trainer.optimizer": ("adamw", "adamw_8bit"),
     "trainer.precision": ("auto", "float32", "bfloat16"),
@@ -45,6 +46,9 @@ NOT_NEGATIVE = (
     "rollout.temperature",
     "rollout.top_k",
     "rollout.min_p",
+    "rollout.server.start_timeout_s",
+    "rollout.server.outage_timeout_s",
+    "rollout.server.retries",
     "critic.lr",
     "critic.pretrain_steps",
     "trainer.lr",
@@ -59,6 +63,7 @@ NOT_NEGATIVE = (
     "model.lora.r",
     "data.eval_size",
 )
+ABOVE_ZERO = ("rollout.server.request_timeout_s",)
 BELOW_ONE = ("trainer.adam_beta1", "trainer.adam_beta2", "model.lora.dropout")
 
 
@@ -79,12 +84,16 @@ def check_config(config: RunConfig) -> None:
         value = _get(config, key)
         if not 0 <= value < math.inf:
             raise ConfigError(f"{key}={value} must be a finite number of at least 0.")
+    for key in ABOVE_ZERO:
+        if not 0 < _get(config, key) < math.inf:
+            raise ConfigError(f"{key}={_get(config, key)} must be a finite number above 0.")
     for key in BELOW_ONE:
         if not 0 <= _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 0 and below 1.")
     if not -(2**63) <= config.trainer.seed < 2**63:  # what torch takes
         raise ConfigError(f"trainer.seed={config.trainer.seed} must be a whole number of 64 bits.")
     _check_sampling(config)
+    addresses(config.rollout.server.urls)
     for key in ("name", "run_dir", "resume"):
         value = getattr(config, key)
         if value is not None and not value.strip():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_toolbox.batch import collate
 from grpo_toolbox.config.schema import RunConfig, TrainerConfig
 from grpo_toolbox.data import decode_completion
 from grpo_toolbox.engines import Engine
@@ -17,10 +18,10 @@ from grpo_toolbox.engines.convention import asked_convention
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.models.forward import in_half_precision
+from grpo_toolbox.models.forward import autocast, completion_logps, eval_mode, in_half_precision
 from grpo_toolbox.models.load import stop_token_ids
 from grpo_toolbox.run import GenerationSettings
-from grpo_toolbox.types import Sampling
+from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 
 def sampling(config: RunConfig) -> Sampling:
@@ -40,13 +41,30 @@ def sampling(config: RunConfig) -> Sampling:
 
 
 def build_engine(
-    config: RunConfig, model: nn.Module, tokenizer: Any, packs: bool, device: torch.device, *, weights_version: int
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    packs: bool,
+    device: torch.device,
+    *,
+    weights_version: int,
 ) -> Engine:
-    """Build the engine that samples for `model`; `weights_version` is how many syncs the run has seen before."""
+    """Build the engine that samples for `model`; `weights_version` is how many syncs the run has seen before.
+
+    Servers are waited for, and must have the trainer's model and tokenizer. Raises EngineError where they do not.
+    """
 
     def decode(ids: Sequence[int], finish_reason: str) -> str:
         return decode_completion(ids, tokenizer, finish_reason)
 
+    if config.rollout.engine not in ("local", "hf"):  # nothing about servers is loaded unless there are some
+        from grpo_toolbox.config.servers import server_engine
+
+        forced = partial(_forced, model, device, packs, autocast_dtype(config.trainer, device))
+        return server_engine(
+            config.rollout, model, tokenizer, prompts, forced, decode=decode, weights_version=weights_version
+        )
     make: Callable[..., Engine] = HfEngine
     if config.rollout.engine == "local" and packs:
         make = partial(LocalEngine, max_rows=config.rollout.max_rows)
@@ -57,6 +75,27 @@ def build_engine(
         autocast_dtype=autocast_dtype(config.trainer, device),
         weights_version=weights_version,
     )
+
+
+@torch.no_grad()
+def _forced(
+    model: nn.Module,
+    device: torch.device,
+    packed: bool,
+    autocast_to: torch.dtype | None,
+    rows: Sequence[tuple[int, ...]],
+    first: Sequence[int],
+    temperature: float,
+) -> list[list[float]]:
+    """Return the trainer's log-probs of each row's tokens from its place in `first` on."""
+    forced = [
+        Rollout(Prompt(index, "", row[:start]), row[start:], (0.0,) * (len(row) - start), "length", "")
+        for index, (row, start) in enumerate(zip(rows, first, strict=True))
+    ]
+    batch = collate(forced, torch.zeros(len(rows), 1)).to(device)
+    with eval_mode(model), autocast(device, autocast_to):
+        logps, _ = completion_logps(model, batch, temperature=temperature, packed=packed)
+    return [one[: len(each.ids)].tolist() for one, each in zip(logps, forced, strict=True)]
 
 
 def generation_settings(

@@ -102,11 +102,31 @@ class DataConfig:
 
 
 @dataclass
+class ServerConfig:
+    """The servers of rollout.engine=vllm, sglang and http."""
+
+    urls: Any = field(default_factory=lambda: ["http://127.0.0.1:8000"])
+    """Addresses of the servers, which share the load; one, or a list."""
+    model: str | None = None
+    """The name they serve the policy under; null: the one they have."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key they want; null sends none."""
+    start_timeout_s: float = 300.0
+    """How long to wait for servers that are not up yet when the run starts."""
+    outage_timeout_s: float = 600.0
+    """How long generation waits while no server answers, before the run stops with its state saved."""
+    request_timeout_s: float = 600.0
+    """Of one completion; one that takes longer is asked for again."""
+    retries: int = 5
+    """How often a completion is asked for again after an error of a server that is up."""
+
+
+@dataclass
 class RolloutConfig:
     """How completions are sampled."""
 
     engine: str = "local"
-    """local (in process, prompts prefilled once per group) or hf (plain generate, for comparison)."""
+    """local (in process, prompts prefilled once per group), hf (plain generate), or servers: vllm, sglang, http."""
     prompts_per_step: int = 8
     """P, the prompts of a batch."""
     group_size: int = 8
@@ -135,7 +155,8 @@ class RolloutConfig:
     max_empty_steps: int = 3
     """Dynamic sampling stops the run after so many steps in a row without any such group."""
     max_rows: int = 256
-    """Rows decoded at a time."""
+    """Rows decoded at a time, by each server where there are several."""
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 @dataclass

@@ -1,0 +1,78 @@
+"""The engine over rollout servers that a config asks for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from grpo_toolbox.config.schema import RolloutConfig, ServerConfig
+from grpo_toolbox.engines.dialect import Dialect
+from grpo_toolbox.engines.http import HttpDialect
+from grpo_toolbox.engines.identity import TEXTS, Forced, Identity
+from grpo_toolbox.engines.pool import ServerEngine
+from grpo_toolbox.engines.reading import Decode
+from grpo_toolbox.engines.server import Limits, Server, addresses
+from grpo_toolbox.engines.sglang import SglangDialect
+from grpo_toolbox.engines.vllm import VllmDialect
+from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.models.load import stop_token_ids
+from grpo_toolbox.types import Prompt
+
+log = logging.getLogger(__name__)
+
+DIALECTS: Mapping[str, type[Dialect]] = {"vllm": VllmDialect, "sglang": SglangDialect, "http": HttpDialect}
+_CANARIES = 3
+
+
+def server_engine(
+    rollout: RolloutConfig,
+    policy: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    forced: Forced,
+    *,
+    decode: Decode,
+    weights_version: int,
+) -> ServerEngine:
+    """Wait for the servers and return the engine over them. Raises EngineError for servers that do not fit the run."""
+    given = rollout.server
+    limits = Limits(
+        start_timeout_s=given.start_timeout_s,
+        outage_timeout_s=given.outage_timeout_s,
+        request_timeout_s=given.request_timeout_s,
+        retries=given.retries,
+        max_in_flight=rollout.max_rows,
+    )
+    stop_ids = stop_token_ids(policy, tokenizer)
+    identity = Identity(
+        tokenized={text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS},
+        positions=max(len(one.ids) for one in prompts) + rollout.max_new_tokens,
+        rows=[one.ids for one in prompts[:_CANARIES]],
+        stop_ids=stop_ids,
+        forced=forced,
+    )
+    log.warning("rollout.engine=%s: the servers keep the weights that they have", rollout.engine)
+    engine = ServerEngine(
+        DIALECTS[rollout.engine](),
+        [Server(url, limits, _key(given)) for url in addresses(given.urls)],
+        policy,
+        decode=decode,
+        stop_ids=stop_ids,
+        identity=identity,
+        model=given.model,
+        weights_version=weights_version,
+    )
+    return engine.start()
+
+
+def _key(server: ServerConfig) -> str | None:
+    if server.api_key_env is None:
+        return None
+    key = os.environ.get(server.api_key_env)
+    if not key:
+        raise ConfigError(f"rollout.server.api_key_env={server.api_key_env}: that variable is not set.")
+    return key

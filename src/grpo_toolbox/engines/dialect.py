@@ -1,0 +1,100 @@
+"""What differs between completion servers: how a completion is asked for, and how the answer is read; torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from grpo_toolbox.engines.server import Refused
+from grpo_toolbox.engines.sync import Control
+from grpo_toolbox.types import Sampling
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One completion, or the rest of one."""
+
+    model: str
+    ids: Sequence[int]
+    """The prompt's, and behind them those drawn already."""
+    max_new_tokens: int
+    min_new_tokens: int
+    sampling: Sampling
+    """Whose limits on length and whose seed are those of the whole call."""
+    seed: int
+    """Below 2^31."""
+    stop_ids: Sequence[int]
+    version: int = 0
+    """Of the weights that are to draw it; keys and values of others are not for it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server drew."""
+
+    ids: tuple[int, ...]
+    logps: tuple[float, ...]
+    finish: Literal["stop", "length", "abort"]
+    """abort: the server was told to stop, or is going down; the rest is asked for again."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server says it runs."""
+
+    name: str
+    """What completions ask for."""
+    about: str
+    """Where it has the model from."""
+    positions: int | None = None
+    """Tokens that a prompt and its completion may have."""
+
+
+class Dialect(Protocol):
+    """One kind of server. Whatever has another form than expected raises LookupError, TypeError or ValueError."""
+
+    name: str
+
+    def request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+        """Return path and JSON body."""
+        ...
+
+    def read(self, answer: Any) -> Answer:
+        """Return what was drawn. Raises EngineError where the server does not tell ids or log-probs."""
+        ...
+
+    def served(self, server: Control) -> Served:
+        """Return what the server says of its model."""
+        ...
+
+    def untouched(self, server: Control) -> bool:
+        """Return whether the server still has the weights it was started with."""
+        ...
+
+    def tokenize(self, server: Control, model: str, text: str) -> list[int] | None:
+        """Return the token ids of a text by the server's tokenizer, nothing added; None where it cannot be asked."""
+        ...
+
+
+def only_for_evaluation(missing: str) -> Refused:
+    """Build the error for a server whose completions cannot be trained on."""
+    return Refused(
+        f"the server does not report {missing} of its completions: it may serve evaluation and judging, and no "
+        "training. vLLM, SGLang and llama.cpp's server report both."
+    )
+
+
+FINISHES: Mapping[str | None, Literal["stop", "length", "abort"]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    None: "abort",
+}
+"""By the reason servers give; None is an answer that was cut off."""
+
+
+def as_logps(values: Sequence[float | None]) -> tuple[float, ...]:
+    """Return log-probs as floats; null is how some servers write one that is not a number."""
+    return tuple(math.nan if one is None else float(one) for one in values)
