@@ -24,6 +24,7 @@ OBJECTIVES = {
     "dapo": Objective(partial(clipped, clip_eps=0.2, clip_eps_high=0.28), loss_agg="token_mean"),
     "dr_grpo": Objective(clipped, loss_agg="constant", beta=0.1, kl="k2"),
     "reinforce": Objective(reinforce, loss_agg="seq_mean_token_sum", beta=0.1, kl="k1"),
+    "prompts": Objective(clipped, loss_agg="prompt_mean", beta=0.05, kl="k3"),
 }
 
 Shape = list[tuple[int, list[int]]]
@@ -112,7 +113,7 @@ def step_gradient(
             logps=logps,
             advantages=micro.advantages,
             mask=micro.mask,
-            denominators=counts,
+            denominators=replace(counts, prompt_length=micro.prompt_length),
             old_logps=micro.old_logps,
             ref_logps=micro.ref_logps,
         )

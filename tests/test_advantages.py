@@ -105,6 +105,26 @@ def test_batch_normalized_centres_by_group_and_divides_by_the_batch():
     assert batch_normalized(rewards, eps=0.5)[1, 3].item() == pytest.approx(1.5 / 1.244024, abs=1e-5)
 
 
+def test_batch_normalized_by_the_std_of_the_batchs_advantages():
+    # the same rewards: their differences from the group's mean are .25, −.75, .25, .25 and −.5, −.5, −.5, 1.5;
+    # squares 3·.0625 + .5625 + 3·.25 + 2.25 = 3.75; /7 = .535714, std .731925; /8 = .46875, std .684653
+    rewards = torch.tensor([[1.0, 0, 1, 1], [0, 0, 0, 2]])
+    expected = torch.tensor([[0.25, -0.75, 0.25, 0.25], [-0.5, -0.5, -0.5, 1.5]])
+    own = partial(batch_normalized, std_of="advantages", eps=0)
+    torch.testing.assert_close(own(rewards), expected / 0.731925, atol=1e-5, rtol=0)
+    torch.testing.assert_close(own(rewards, std="population"), expected / 0.684653, atol=1e-5, rtol=0)
+    # easy and hard prompts far apart: the rewards' std counts the distance, the advantages' does not
+    apart = rewards + torch.tensor([[0.0], [100.0]])
+    torch.testing.assert_close(own(apart), own(rewards))
+    assert batch_normalized(apart).abs().max() < 0.05
+    # a row that has no others is in no std: group 3 changes nothing
+    lone = torch.cat([rewards, torch.tensor([[7.0, NONE, NONE, NONE]])])
+    torch.testing.assert_close(own(lone), torch.cat([own(rewards), torch.zeros(1, 4)]))
+    assert torch.equal(own(torch.ones(2, 4)), torch.zeros(2, 4))
+    with pytest.raises(ConfigError, match=r"advantage\.std_of='reward' is not an option.*Did you mean rewards\?"):
+        batch_normalized(rewards, std_of="reward")
+
+
 # ---- None ------------------------------------------------------------------------------------------------------------
 
 # The scored rewards are 1, 0, 1: mean 2/3, squares (1 + 4 + 1)/9 = 2/3

@@ -143,6 +143,25 @@ def test_after_a_hard_reset_the_kl_starts_at_zero_again(rank: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("rank", [0, 2])
+def test_with_a_hard_reset_the_optimizer_starts_anew(rank: int, tmp_path: Path) -> None:
+    """Reset after step 2: the moments of steps 1 and 2 are gone, as they are when step 2 is resumed without them."""
+    given = (*PAID, "objective=grpo", "trainer.reference_every=2", f"model.lora.r={rank}")
+    resets = (*given, "trainer.reference_resets_optimizer=true")
+    with one_thread():
+        assert toolbox_train(*resets, "trainer.max_steps=3", f"run_dir={tmp_path / 'reset'}") == 0
+        assert toolbox_train(*resets, "trainer.max_steps=2", f"run_dir={tmp_path / 'two'}") == 0
+        assert state(tmp_path / "two")["optimizer"]["state"] == {}
+        assert toolbox_train(f"resume={tmp_path / 'two'}", "trainer.max_steps=3") == 0
+        assert toolbox_train(*given, "trainer.max_steps=2", f"run_dir={tmp_path / 'kept'}") == 0
+        again = (f"resume={tmp_path / 'kept'}", "trainer.max_steps=3", "trainer.load_optimizer=false")
+        assert toolbox_train(*again) == 0
+    reset, resumed, kept = (state(tmp_path / name) for name in ("reset", "two", "kept"))
+    assert differences(reset, resumed) == []
+    assert differences(reset["parameters"], kept["parameters"]) == []
+    assert all(one["step"] == 1 for one in reset["optimizer"]["state"].values())
+
+
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_resume_without_refreshes_keeps_the_reference_as_it_is(rank: int, tmp_path: Path) -> None:
     """Reset after step 2; from there on it stays, through two resumes: the KL of step 3 is 0, and step 5's is not."""
     given = (*PAID, "objective=grpo", f"model.lora.r={rank}", f"run_dir={tmp_path / 'run'}")

@@ -28,6 +28,7 @@ from grpo_toolbox.batch import collate, denominators, micro_batches, rows_with_g
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.tiny import build_tiny
 from grpo_toolbox.objectives import Objective, clipped, reinforce
+from grpo_toolbox.ops import AGGREGATIONS
 from grpo_toolbox.types import Prompt, Rollout
 
 objectives = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -140,7 +141,7 @@ def test_groups_collated_in_another_order(model: nn.Module):
 
 
 @pytest.mark.parametrize("surrogate", [clipped, reinforce])
-@pytest.mark.parametrize("loss_agg", ["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "constant"])
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
 def test_rows_of_zero_advantage_can_stay_at_home(model: nn.Module, surrogate: object, loss_agg: str):
     batch = some_silent(full_batch(PLAIN))
     objective = Objective(surrogate, loss_agg=loss_agg)  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def gradient(batch: Batch, objective: Objective, *, packed: bool = True, cut: bo
         inside = torch.arange(batch.mask.shape[1]) < lengths.unsqueeze(1)
         columns = {name: torch.zeros_like(one).masked_scatter(inside, one[batch.mask]) for name, one in columns.items()}
         assert torch.equal(columns["mask"], inside)
-    loss, _ = loss_and_terms(objective, denominators=counts, **columns)
+    loss, _ = loss_and_terms(objective, denominators=replace(counts, prompt_length=batch.prompt_length), **columns)
     loss.backward()
     parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
     return loss.detach(), torch.cat([part.flatten() for part in parts])

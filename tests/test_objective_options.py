@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def _bonus(trained: Tensor | None = None, **options: Any) -> tuple[float, list[l
         entropy=entropy,
         advantages=torch.zeros(2, 1),
         mask=ENTROPY_MASK,
-        denominators=Denominators(4, 12, 8),
+        denominators=Denominators(4, 12, 8, torch.full((2, 1), 3.0)),
         trained=trained,
     )
     return loss.item(), torch.autograd.grad(loss, entropy)[0].tolist()
@@ -307,6 +308,7 @@ ROWS, WIDTH = 6, 5
 LENGTHS = torch.tensor([5, 3, 1, 4, 0, 2])  # one row without any trained token
 MASK = torch.arange(WIDTH) < LENGTHS.unsqueeze(1)
 COUNTS = Denominators(sequences=ROWS, tokens=float(MASK.sum()), length=7)
+PROMPT_LENGTHS = torch.tensor([[4.0], [4.0], [2.5], [2.5], [1.0], [1.0]])  # groups of two
 SEEDED = torch.Generator().manual_seed(0)
 
 
@@ -340,7 +342,8 @@ def test_any_split_into_micro_batches_has_the_same_loss_and_gradient(options: di
         value = 0.0
         for rows in splits:
             columns = {name: column[rows] for name, column in COLUMNS.items()}
-            loss, _ = loss_and_terms(objective, logps=logps[rows], mask=MASK[rows], denominators=COUNTS, **columns)
+            counts = replace(COUNTS, prompt_length=PROMPT_LENGTHS[rows])
+            loss, _ = loss_and_terms(objective, logps=logps[rows], mask=MASK[rows], denominators=counts, **columns)
             loss.backward()
             value += loss.item()
         assert logps.grad is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from grpo_toolbox.ops import (
     log_ratio,
     logps_and_entropy,
     masked,
+    prompt_mean,
 )
 
 # ---- log-probs of tokens ---------------------------------------------------------------------------------------------
@@ -309,8 +311,27 @@ def test_aggregation_by_hand(name: str, value: float):
 
 
 def test_every_aggregation_has_a_hand_number():
-    assert set(AGGREGATIONS) == {"seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "constant"}
+    assert set(AGGREGATIONS) == {"seq_mean_token_mean", "token_mean", "prompt_mean", "seq_mean_token_sum", "constant"}
     assert set(KL) == {name for name, *_ in BY_HAND}
+
+
+# Two prompts of two completions: losses 1, 2, 3 and 10 on 4 tokens: 16/4 = 4; losses 6 and 6, 6 on 3 tokens: 6.
+#   Prompt mean (4 + 6)/2 = 5, while the token mean is 34/7 and the sequence mean (2 + 10 + 6 + 6)/4 = 6.
+#   The prompts' mean lengths are 2 and 1.5: (16/2 + 18/1.5)/4 = 5
+def test_prompt_mean_by_hand_however_the_rows_are_split():
+    per_token = torch.tensor([[1.0, 2.0, 3.0], [10.0, math.nan, 0.0], [6.0, -1.0, 0.0], [6.0, 6.0, 0.0]])
+    mask = torch.arange(3) < torch.tensor([[3], [1], [1], [2]])
+    counts = Denominators(4, 7, 5)
+    lengths = torch.tensor([[2.0], [2.0], [1.5], [1.5]])
+    for parts in ([[0, 1, 2, 3]], [[3, 0], [2], [1]]):
+        losses = [
+            prompt_mean(per_token[rows], mask[rows], replace(counts, prompt_length=lengths[rows])) for rows in parts
+        ]
+        assert float(sum(losses)) == pytest.approx(5)
+    with pytest.raises(ValueError, match="prompt_mean needs"):
+        prompt_mean(per_token, mask, counts)
+    nothing = replace(counts, prompt_length=torch.zeros(4, 1))
+    assert prompt_mean(per_token, torch.zeros_like(mask), nothing) == 0
 
 
 # A right answer of 10 tokens (A = +1) beside a wrong one of 100 (A = −1), ρ = 1: the gradient of −A·log π per token.
@@ -356,7 +377,9 @@ def test_cases_e03_losses_of_micro_batches_add_up(name: str, value: float):
 def test_case_e04_2_nothing_left_to_train_is_a_loss_of_zero(name: str):
     logps = torch.full((2, 3), -1.0, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    loss = AGGREGATIONS[name](-logps, nothing, Denominators(sequences=2, tokens=0, length=3))
+    loss = AGGREGATIONS[name](
+        -logps, nothing, Denominators(sequences=2, tokens=0, length=3, prompt_length=torch.zeros(2, 1))
+    )
     loss.backward()
     assert loss.item() == 0
     assert logps.grad is not None

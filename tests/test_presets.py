@@ -99,11 +99,12 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "objective": {"name": "cispo", "clip_eps": None, "ratio_cap": 5.0, "loss_agg": "token_mean", "beta": 0.0},
         "rollout": {"dynamic_sampling": True},
     },
-    # Khatri et al. (2025), section 4 and A.17: CISPO at 4, 5 or 8, batch normalisation, no prompts of zero variance
+    # Khatri et al. (2025), section 4 and A.17: CISPO at 4, 5 or 8, a mean over prompts, the std of all advantages
+    # of the batch, no prompts of zero variance
     "scalerl": {
-        "advantage": {"name": "batch_normalized"},
+        "advantage": {"name": "batch_normalized", "std_of": "advantages"},
         "objective": {
-            **{"name": "cispo", "clip_eps": None, "ratio_cap": 5.0, "loss_agg": "token_mean", "beta": 0.0},
+            **{"name": "cispo", "clip_eps": None, "ratio_cap": 5.0, "loss_agg": "prompt_mean", "beta": 0.0},
             **{"correction": "token_truncate", "correction_max": 5.0},
         },
         "rollout": {"dynamic_sampling": True, "max_oversampling": 1},
@@ -127,8 +128,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "rollout": {"temperature": 1.0, "dynamic_sampling": True},
         "trainer": {"ppo_epochs": 1},
     },
-    # Liu et al. (2025), section 3.2: 0.2 and 0.4, temperature 1.2, dynamic sampling; beta, its kind and the
-    # interval are ours
+    # Liu et al. (2025), section 3.2: 0.2 and 0.4, temperature 1.2, dynamic sampling; the optimizer is reset with the
+    # reference; beta, its kind and the interval are ours
     "prorl": {
         "advantage": {"name": "group_relative", "std": "sample", "eps": 1e-6},
         "objective": {
@@ -136,7 +137,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
             **{"beta": 1e-3, "kl": "k3", "kl_in": "loss"},
         },
         "rollout": {"temperature": 1.2, "dynamic_sampling": True},
-        "trainer": {"reference_every": 500, "reference_mix": 1.0},
+        "trainer": {"reference_every": 500, "reference_mix": 1.0, "reference_resets_optimizer": True},
     },
 }
 OF_OBJECTIVES: dict[str, dict[str, Any]] = {

@@ -285,7 +285,7 @@ def test_constant_weights_against_finite_differences(name: str, loss_agg: str, l
     objective = Objective(CONSTANT[name], loss_agg=loss_agg, ratio_level=level)
 
     def loss(x: Tensor, old: Tensor) -> Tensor:
-        counts = Denominators(3, 11, 8)
+        counts = Denominators(3, 11, 8, torch.arange(2.0, 2.0 + len(NOW)).unsqueeze(1))
         return loss_and_terms(objective, logps=x, old_logps=old, advantages=ADVANTAGES, mask=MASK, denominators=counts)[
             0
         ]

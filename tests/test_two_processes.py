@@ -34,7 +34,8 @@ def _batch() -> Batch:
     mask = torch.arange(4) < lengths.unsqueeze(1)
     drawn = torch.linspace(-3, -1, 16, dtype=torch.float64).reshape(4, 4)
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64).unsqueeze(1)
-    return Batch(PROMPTS, (0, 0, 1, 1), COMPLETIONS, mask, advantages, drawn, old_logps=drawn, ref_logps=drawn - 0.3)
+    made = Batch(PROMPTS, (0, 0, 1, 1), COMPLETIONS, mask, advantages, drawn, old_logps=drawn, ref_logps=drawn - 0.3)
+    return replace(made, prompt_length=torch.tensor([[3.0], [3.0], [2.0], [2.0]]))
 
 
 def _gradient(model: nn.Module, batch: Batch, counts: Denominators, kind: tuple[str, float, float]) -> Tensor:
@@ -47,7 +48,7 @@ def _gradient(model: nn.Module, batch: Batch, counts: Denominators, kind: tuple[
         entropy=entropy,
         advantages=batch.advantages,
         mask=batch.mask,
-        denominators=counts,
+        denominators=replace(counts, prompt_length=batch.prompt_length),
         old_logps=batch.old_logps,
         ref_logps=batch.ref_logps,
     )

@@ -3,7 +3,7 @@
     group_relative    (r − mean_group) / (std_group + eps)          GRPO: Shao et al., 2024
     dr_grpo            r − mean_group                                Dr. GRPO: Liu et al., 2025
     rloo               r − mean of the others in the group           RLOO: Ahmadian et al., 2024
-    batch_normalized  (r − mean_group) / (std_batch + eps)          TRL's scale_rewards="batch"
+    batch_normalized  (r − mean_group) / (std_batch + eps)          TRL's scale_rewards="batch"; ScaleRL
     gdpo              each reward standardised in its group, summed, standardised in the batch   GDPO: Liu et al., 2026
     reinforce_pp      (r − Σ later KL − mean_batch) / std_batch      REINFORCE++: Hu et al., 2025
     gae               Σ (γλ)^l δₜ₊ₗ of a critic's values             GAE: Schulman et al., 2015
@@ -75,16 +75,24 @@ def rloo(
     count = scored.isfinite().sum(dim=1, keepdim=True)
     advantages = _centre(scored) * count / (count - 1).clamp(min=1)
     if normalize:
-        compared = torch.where(count > 1, advantages, torch.nan)  # a row that has no others says nothing of the spread
-        advantages = advantages / _divisor(compared.reshape(1, -1), "sample", 1e-4)
+        advantages = advantages / _divisor(_compared(advantages, scored).reshape(1, -1), "sample", 1e-4)
     return _finish(advantages, rewards)
 
 
-def batch_normalized(rewards: Tensor, *, std: Std = "sample", eps: float = 1e-4) -> Tensor:
-    """Return (r − mean of the group) / (std of the whole batch + eps): hard and easy prompts keep their scale."""
+def batch_normalized(
+    rewards: Tensor, *, std_of: Literal["rewards", "advantages"] = "rewards", std: Std = "sample", eps: float = 1e-4
+) -> Tensor:
+    """Return (r − mean of the group) / (std of the whole batch + eps): hard and easy prompts keep their scale.
+
+    `std_of` says of what the std is: of the batch's rewards (TRL's `scale_rewards="batch"`), or of what is divided, the
+    batch's r − mean of the group, whose own mean is 0 (ScaleRL; Khatri et al., 2025).
+    """
+    if std_of not in ("rewards", "advantages"):
+        raise unknown_option("advantage.std_of", std_of, ("rewards", "advantages"))
     scored = _scored(rewards, "batch_normalized")
-    batch = scored.reshape(1, -1)
-    return _finish(_centre(scored) / _divisor(batch - batch.nanmean(), std, eps), rewards)
+    centred = _centre(scored)
+    batch = scored - scored.nanmean() if std_of == "rewards" else _compared(centred, scored)
+    return _finish(centred / _divisor(batch.reshape(1, -1), std, eps), rewards)
 
 
 def gdpo(
@@ -272,6 +280,11 @@ def _centre(rewards: Tensor) -> Tensor:
     size = rewards.abs().nan_to_num(0.0).amax(dim=1, keepdim=True)
     flat = centred.abs().nan_to_num(0.0).amax(dim=1, keepdim=True) <= _RESIDUE * size
     return torch.where(flat & rewards.isfinite(), 0.0, centred)
+
+
+def _compared(advantages: Tensor, scored: Tensor) -> Tensor:
+    """Return the advantages with NaN for a row that has no others in its group: it says nothing of the spread."""
+    return torch.where(scored.isfinite().sum(dim=1, keepdim=True) > 1, advantages, torch.nan)
 
 
 def _divisor(centred: Tensor, std: str, eps: float) -> Tensor:

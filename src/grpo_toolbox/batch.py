@@ -46,6 +46,8 @@ class Batch:
     """(B, T) which of the masked tokens the surrogate trains; None is all of them."""
     anchored: Tensor | None = None
     """(B, T) which tokens are held near the policy that the update started from; None is none of them."""
+    prompt_length: Tensor | None = None
+    """(B, 1) how many tokens of a completion of the row's prompt are trained, on average over all of the prompt's."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -104,13 +106,16 @@ def collate(rollouts: Sequence[Rollout], advantages: Tensor, *, mask_truncated: 
     per_row = advantages.flatten(0, 1).float()
     longest = max(len(rollout.ids) for rollout in rollouts)
     cut_off = torch.tensor([mask_truncated and rollout.finish_reason == "length" for rollout in rollouts])
+    mask = written(rollouts) & ~cut_off.unsqueeze(1)
+    lengths = mask.sum(dim=1).float().reshape(-1, group_size).mean(dim=1)
     return Batch(
         prompts=tuple(rollout.prompt.ids for rollout in rollouts[::group_size]),
         group=tuple(row // group_size for row in range(len(rollouts))),
         completions=tuple(rollout.ids for rollout in rollouts),
-        mask=written(rollouts) & ~cut_off.unsqueeze(1),
+        mask=mask,
         advantages=per_row[:, :longest] if per_row.ndim == 2 else per_row.unsqueeze(1),
         sampler_logps=pad_rows([rollout.logps for rollout in rollouts]),
+        prompt_length=lengths.repeat_interleave(group_size).unsqueeze(1),
     )
 
 

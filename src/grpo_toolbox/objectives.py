@@ -36,7 +36,7 @@ class Objective:
     ratio_level: str = "token"
     """token, sequence (geometric mean; GSPO), sequence_token (GSPO-token) or product (of the sequence; RLOO)."""
     loss_agg: str = "seq_mean_token_mean"
-    """seq_mean_token_mean (GRPO), token_mean (DAPO), seq_mean_token_sum or constant (Dr. GRPO)."""
+    """seq_mean_token_mean (GRPO), token_mean (DAPO), prompt_mean (ScaleRL), seq_mean_token_sum, constant (Dr. GRPO)."""
     length: float | None = None
     """L of `loss_agg=constant`; None means `rollout.max_new_tokens`."""
     beta: float = 0.0

@@ -237,6 +237,8 @@ class Denominators:
     """All completion tokens of the step."""
     length: float
     """The constant of Dr. GRPO, normally the largest completion length allowed."""
+    prompt_length: Tensor | None = None
+    """(B, 1) of the rows at hand: the mean length of all completions of their prompt; what `prompt_mean` needs."""
 
 
 def seq_mean_token_mean(per_token: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
@@ -248,6 +250,18 @@ def seq_mean_token_mean(per_token: Tensor, mask: Tensor, denominators: Denominat
 def token_mean(per_token: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """Σᵢₜ ℓᵢₜ / Σᵢ|oᵢ|: each token weighs the same (DAPO; Yu et al., 2025)."""
     return masked(per_token, mask).sum() / max(denominators.tokens, 1)
+
+
+def prompt_mean(per_token: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """(1/P) Σₚ (Σ_{i∈p,t} ℓᵢₜ / Σ_{i∈p}|oᵢ|): each prompt weighs the same (ScaleRL; Khatri et al., 2025).
+
+    As all prompts have equally many completions it is (1/N) Σᵢ Σₜ ℓᵢₜ / (mean length of the prompt's completions).
+    """
+    lengths = denominators.prompt_length
+    if lengths is None:
+        raise ValueError("loss_agg=prompt_mean needs Denominators.prompt_length of these rows")
+    lengths = lengths.masked_fill(lengths == 0, 1.0)  # of a prompt without a token that is trained
+    return (masked(per_token, mask) / lengths).sum() / denominators.sequences
 
 
 def seq_mean_token_sum(per_token: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
@@ -263,6 +277,7 @@ def constant(per_token: Tensor, mask: Tensor, denominators: Denominators) -> Ten
 AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Denominators], Tensor]] = {
     "seq_mean_token_mean": seq_mean_token_mean,
     "token_mean": token_mean,
+    "prompt_mean": prompt_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
     "constant": constant,
 }

@@ -126,6 +126,8 @@ class Run:
     """Steps between refreshes of the reference; 0 keeps it as it was loaded."""
     reference_mix: float = 1.0
     """α of π_ref ← α·π + (1 − α)·π_ref; 1 is a hard reset."""
+    reference_resets_optimizer: bool = False
+    """Whether the optimizer's moments start from zero with each refresh."""
     pending: list[Experience] = field(default_factory=list)
     """The rest of a generation that serves several optimizer steps."""
     empty_steps: int = 0

@@ -113,6 +113,8 @@ class Clock:
 def _refresh_reference(run: Run, number: int) -> None:
     if run.reference is not None and run.reference_every and number % run.reference_every == 0:
         run.reference.refresh(run.policy, run.reference_mix)
+        if run.reference_resets_optimizer:
+            run.optimizer.state.clear()
 
 
 def _before_training(run: Run) -> None:

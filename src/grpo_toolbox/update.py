@@ -61,7 +61,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 entropy=entropy,
                 advantages=micro.advantages,
                 mask=micro.mask,
-                denominators=counts,
+                denominators=replace(counts, prompt_length=micro.prompt_length),
                 old_logps=micro.old_logps,
                 ref_logps=micro.ref_logps,
                 sampler_logps=micro.sampler_logps,

@@ -109,6 +109,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         critic=_critic(config, parts, device, packs) if needs_values(parts.advantage) else None,
         reference_every=trainer.reference_every,
         reference_mix=trainer.reference_mix,
+        reference_resets_optimizer=trainer.reference_resets_optimizer,
         divergence=Divergence(parts.reward.heldout) if parts.reward.heldout else None,
     )
     if info.first_step > 1:

@@ -234,6 +234,8 @@ class TrainerConfig:
     """Steps between refreshes of the reference, π_ref ← mix·π + (1 − mix)·π_ref; 0 keeps it."""
     reference_mix: float = 1.0
     """1 resets the reference to the policy (ProRL); 0.6 is TR-DPO's."""
+    reference_resets_optimizer: bool = False
+    """With each refresh the moments of the policy's optimizer start from zero (ProRL)."""
     packing: bool = True
     """Forward each prompt once and no padding; models that cannot are padded and say so."""
     skip_zero_advantage: bool = True
