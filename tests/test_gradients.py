@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_toolbox.batch import Batch, collate
-from grpo_toolbox.gradients import goes_in_place, in_place
+from grpo_toolbox.gradients import goes_in_place, in_place, lay_out
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.onednn import works
 from grpo_toolbox.types import Rollout
@@ -107,3 +107,18 @@ def test_later_micro_batches_make_no_table_of_the_vocabulary_s_size():
         counts.append(tables.made)
     assert counts[0] == 0
     assert counts[1] >= 2
+
+
+def test_gradients_laid_out_stand_in_one_block_per_precision_and_are_added_to():
+    """Places are rounded up to 16 numbers: 6 and 20 numbers take 16 and 32 in one block of 48."""
+    first, second = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(20))
+    turned, half = nn.Parameter(torch.ones(3, 2).T), nn.Parameter(torch.ones(4, dtype=torch.float16))
+    lay_out([first, second, turned, half])
+    storage = first.grad.untyped_storage()
+    assert storage.data_ptr() == second.grad.untyped_storage().data_ptr()
+    assert storage.nbytes() == 4 * 48
+    assert second.grad.storage_offset() == 16
+    (first.sum() * 2 + second.sum() * 3 + turned.sum() * 5 + half.sum() * 7).backward()
+    assert [float(one.grad.sum()) for one in (first, second, turned, half)] == [12, 60, 30, 28]
+    assert first.grad.untyped_storage().data_ptr() == storage.data_ptr()
+    assert turned.grad.stride() == turned.stride()

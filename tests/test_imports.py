@@ -19,7 +19,7 @@ ROOT = Path(grpo_toolbox.__file__).parent
 FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    ("types", "errors", "onednn", "gradients"),
+    ("types", "errors", "onednn", "gradients", "allocator"),
     ("ops", "plugins", "schedule", "interrupts", "metrics", "controllers"),
     ("surrogates", "ratios", "selection", "advantages", "batch"),
     # models stand above batch: their forward pass takes one

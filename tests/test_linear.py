@@ -139,8 +139,9 @@ class Routed(Gated):
         return super().forward(x) * weights
 
 
-def test_a_gated_mlp_keeps_two_wide_activations_and_gives_the_same_gradients():
-    """Kept per token: 260 of x, 300 each of G·x and U·x; the plain one keeps silu(G·x) and the product, too."""
+@pytest.mark.parametrize(("recompute", "wide_kept"), [(True, 0), (False, 2)])
+def test_a_gated_mlp_keeps_few_wide_activations_and_gives_the_same_gradients(recompute, wide_kept):
+    """Kept per token: 260 of x, 300 each of G·x and U·x or neither; the plain one silu(G·x) and the product, too."""
     mlp, x = Gated(), states(1, 50, 260)
 
     def gradients(block: Any) -> tuple[tuple[Tensor, ...], int]:
@@ -157,10 +158,10 @@ def test_a_gated_mlp_keeps_two_wide_activations_and_gives_the_same_gradients():
         return (output, *torch.autograd.grad(output.square().sum(), (leaf, *mlp.parameters()))), sum(kept.values())
 
     plain, wide = gradients(torch.enable_grad())
-    ours, narrow = gradients(fast_linear(mlp))
+    ours, narrow = gradients(fast_linear(mlp, recompute=recompute))
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
-    assert (wide, narrow) == (260 + 4 * 300, 260 + 2 * 300)
+    assert (wide, narrow) == (260 + 4 * 300, 260 + wide_kept * 300)
 
 
 @pytest.mark.parametrize("mlp", [Gelu(), Gated(bias=True), Routed()], ids=["gelu", "bias", "signature"])

@@ -6,13 +6,36 @@ three passes over it; for an embedding that the output head shares it is a table
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_ALIGNED = 16
+"""Numbers to whose multiple a gradient's place in its block is rounded up: 64 bytes in float32, a line of the cache."""
+
+
+def lay_out(parameters: Sequence[nn.Parameter]) -> None:
+    """Give every parameter a gradient of zeros, those of one device and precision in one block.
+
+    Made one by one in backward they would settle between activations that are about to be freed, and keep the holes
+    from being used again.
+    """
+    blocks: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.is_contiguous():
+            blocks[parameter.device, parameter.dtype].append(parameter)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+    for (device, dtype), members in blocks.items():
+        sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in members]
+        block = torch.zeros(sum(sizes), device=device, dtype=dtype)
+        for parameter, part in zip(members, block.split(sizes), strict=True):
+            parameter.grad = part[: parameter.numel()].view_as(parameter)
 
 
 @dataclass

@@ -14,15 +14,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from grpo_toolbox.allocator import hand_back_freed_memory
 from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
-from grpo_toolbox.gradients import in_place
+from grpo_toolbox.gradients import in_place, lay_out
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
 from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms, mismatch
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Rollout
+
+_WORTH_HANDING_BACK = 64 * 2**20
+"""Bytes of gradients from which on memory counts more than the time of asking."""
 
 
 def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
@@ -48,11 +52,18 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     meter = Meter()
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
     run.policy.train()
     for epoch in range(epochs):
         balance.count(micros, partial(_hidden, run))
+        large = run.device.type == "cpu" and sum(one.nbytes for one in parameters) >= _WORTH_HANDING_BACK
+        if large:
+            hand_back_freed_memory()
+        lay_out(parameters)
         for index, micro in enumerate(micros):
+            if large:
+                hand_back_freed_memory()
             with balance.watching(micro), in_place():
                 logps, entropy = policy_logps(run, micro)
             loss, terms = loss_and_terms(
@@ -76,7 +87,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
                 meter.add_mismatch(old_logps, micro.sampler_logps, micro.mask)
                 micros[index] = replace(micro, old_logps=old_logps)
-        meter.grad_norm = _step(run, meter, number)
+        meter.grad_norm = _step(run, parameters, meter, number)
     tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)
     trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens)}
     return meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
@@ -137,7 +148,13 @@ def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
 def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
     with autocast(run.device, run.settings.autocast):
         rows, place = _forwarded(run, micro)
-        both = completion_logps(model, rows, temperature=run.sampling.temperature or 1.0, packed=run.settings.packed)
+        both = completion_logps(
+            model,
+            rows,
+            temperature=run.sampling.temperature or 1.0,
+            packed=run.settings.packed,
+            recompute_mlp=run.settings.recompute_mlp,
+        )
     return both if place is None else (both[0][place], both[1][place])
 
 
@@ -188,12 +205,11 @@ def _per_micro(flat: Tensor | None, micros: Sequence[Batch]) -> list[Tensor | No
     ]
 
 
-def _step(run: Run, meter: Meter, number: int) -> float:
-    """Clip the gradient and let the optimizer move, unless something is not finite; return the norm before clipping."""
-    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        if parameter.grad is None:  # a batch without any gradient still decays momentum, skipped rows or not
-            parameter.grad = torch.zeros_like(parameter)
+def _step(run: Run, parameters: Sequence[nn.Parameter], meter: Meter, number: int) -> float:
+    """Clip the gradient and let the optimizer move, unless something is not finite; return the norm before clipping.
+
+    A batch without any gradient still decays momentum, skipped rows or not.
+    """
     norm = float(nn.utils.clip_grad_norm_(parameters, run.settings.max_grad_norm))
     if not (meter.is_finite() and norm < float("inf")):
         run.optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_toolbox.cli.allocator import reuse_freed_memory
+from grpo_toolbox.allocator import reuse_freed_memory
 from grpo_toolbox.cli.help import train_help
 from grpo_toolbox.errors import ToolboxError
 

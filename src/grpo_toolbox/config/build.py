@@ -251,6 +251,7 @@ def _update_settings(
         micro_batch_tokens=_micro_batch_tokens(trainer, device),
         max_grad_norm=trainer.max_grad_norm,
         packed=trainer.packing and packs,
+        recompute_mlp=trainer.recompute_mlp,
         skip_zero_advantage=trainer.skip_zero_advantage,
         router_aux_coef=router_aux_coef,
         autocast=autocast_dtype(trainer, device),

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "grpo_toolbox"
+_WORTH_RECOMPUTING = 2**17
+"""Numbers in the queries of a layer from which on what attention keeps is worth a second run of it."""
 _OTHER_MATHS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 """Options by which some models ask for another attention than softmax(q·kᵀ)·v over everything before."""
 
@@ -117,6 +120,8 @@ class PackedLayout:
     prompt_target: Tensor
     completion_source: Tensor
     completion_target: Tensor
+    recompute: bool = field(default=True, kw_only=True)
+    """Whether backward gathers the views again, each row's copy of its prompt among them, instead of keeping them."""
 
     @property
     def span(self) -> int:
@@ -125,6 +130,14 @@ class PackedLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return (1, N, heads, D) for the packed sequence of `query` (1, heads, N, D), `key`, `value` (1, kv, N, D)."""
+        if not (self.recompute and torch.is_grad_enabled() and query.numel() >= _WORTH_RECOMPUTING):
+            return self._attend(query, key, value, scaling)
+        output: Tensor = checkpoint(
+            self._attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False
+        )
+        return output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
         prompt_k, prompt_v = _padded(k, self.prompt_index), _padded(v, self.prompt_index)  # (U, kv, S, D)
         prompts = grouped_attention(_padded(q, self.prompt_index), prompt_k, prompt_v, None, scaling)
@@ -149,7 +162,7 @@ def _flat(states: Tensor) -> Tensor:
 
 
 def packed_layout(
-    prompt_lengths: list[int], completion_lengths: list[int], group: list[int], device: Any
+    prompt_lengths: list[int], completion_lengths: list[int], group: list[int], device: Any, *, recompute: bool = True
 ) -> PackedLayout:
     """Lay out U prompts and then B completions, one behind the other, as one sequence without padding."""
     lengths = torch.tensor([*prompt_lengths, *completion_lengths])
@@ -166,7 +179,8 @@ def packed_layout(
     )  # padding sees itself: no NaN
     mask = torch.cat([sees_prompt, sees_itself], dim=2).unsqueeze(1)
     parts = (prompt_index, completion_index, owner, mask, *_scatter(prompt_index, prompt_real))
-    return PackedLayout(*(part.to(device) for part in (*parts, *_scatter(completion_index, completion_real))))
+    tensors = (part.to(device) for part in (*parts, *_scatter(completion_index, completion_real)))
+    return PackedLayout(*tensors, recompute=recompute)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,12 @@ HALF_ROUNDING = 0.3
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def completion_logps(model: nn.Module, batch: Batch, *, temperature: float, packed: bool) -> tuple[Tensor, Tensor]:
+def completion_logps(
+    model: nn.Module, batch: Batch, *, temperature: float, packed: bool, recompute_mlp: bool = True
+) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies (B, T) in nats of the batch's completions at `temperature`; zeros off the mask."""
-    return (_packed if packed else _padded)(plain_model(model), batch, temperature)
+    plain = plain_model(model)
+    return _packed(plain, batch, temperature, recompute_mlp) if packed else _padded(plain, batch, temperature)
 
 
 @contextmanager
@@ -66,16 +69,16 @@ def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor
     return (_packed_hidden if packed else _padded_hidden)(plain_model(model), batch)
 
 
-def _packed(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+def _packed(model: Any, batch: Batch, temperature: float, recompute_mlp: bool) -> tuple[Tensor, Tensor]:
     targets = torch.tensor([token for row in batch.completions for token in row], device=batch.mask.device)
-    hidden = _packed_hidden(model, batch)
+    hidden = _packed_hidden(model, batch, recompute_mlp)
     head = _plain_head(model)
     in_float32 = isinstance(head, Float32Head)
     logps, entropy = head_logps_and_entropy(hidden, head.weight, targets, temperature, in_float32=in_float32)
     return spread(logps, batch), spread(entropy, batch)
 
 
-def _packed_hidden(model: Any, batch: Batch) -> Tensor:
+def _packed_hidden(model: Any, batch: Batch, recompute_mlp: bool = True) -> Tensor:
     device = batch.mask.device
     heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
     prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
@@ -83,8 +86,10 @@ def _packed_hidden(model: Any, batch: Batch) -> Tensor:
     positions = [place for length in prompt_lengths for place in range(length)]
     for group, length in zip(batch.group, lengths, strict=True):
         positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
-    layout = _layout(prompt_lengths, lengths, list(batch.group), device)
-    with layout_attention(model), fast_linear(model):
+    # a layer that is computed twice as a whole need not compute parts of it thrice
+    again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    layout = _layout(prompt_lengths, lengths, list(batch.group), device, recompute=not again)
+    with layout_attention(model), fast_linear(model, recompute=recompute_mlp and not again):
         hidden = decoder(model)(
             **_inputs(model, torch.tensor([ids], device=device)),
             position_ids=torch.tensor([positions], device=device),
@@ -104,13 +109,15 @@ def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids}
 
 
-def _layout(prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device) -> Layout:
+def _layout(
+    prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device, *, recompute: bool
+) -> Layout:
     if device.type == "cuda":
         from grpo_toolbox.models.flex import flex_layout, flex_works
 
         if flex_works(device):
             return flex_layout(prompt_lengths, lengths, group, device)
-    return packed_layout(prompt_lengths, lengths, group, device)
+    return packed_layout(prompt_lengths, lengths, group, device, recompute=recompute)
 
 
 def decoder(model: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from grpo_toolbox.gradients import product
+from grpo_toolbox.models.norms import again, kept, norm_forward
 from grpo_toolbox.onednn import blocked, multiply, suits
 
 
 @contextmanager
-def fast_linear(model: nn.Module) -> Iterator[None]:
+def fast_linear(model: nn.Module, *, recompute: bool = True) -> Iterator[None]:
     """Run the large linear layers of `model` through oneDNN inside the block, gradients included.
 
-    Gated MLPs whose three layers are plain keep two of their four wide activations for backward, and compute the
-    others again.
+    What can be had again cheaply is not kept for backward: what norms return, and two of the four wide activations of
+    gated MLPs whose three layers are plain; with `recompute` the other two neither, at the price of two products.
     """
-    with _forwards(model, _fast), _forwards(model, _gated):
+    gated = partial(_gated, recompute=recompute)
+    with _forwards(model, _fast), _forwards(model, gated), _forwards(model, norm_forward):
         yield
 
 
@@ -58,8 +61,8 @@ def _fast(module: nn.Module) -> Forward | None:
     return _FastForward(module) if type(module) is nn.Linear and suits(module.weight) else None
 
 
-def _gated(module: nn.Module) -> Forward | None:
-    return _GatedForward(module) if _is_gated_mlp(module) else None
+def _gated(module: nn.Module, *, recompute: bool) -> Forward | None:
+    return _GatedForward(module, recompute) if _is_gated_mlp(module) else None
 
 
 @torch.no_grad()
@@ -112,32 +115,36 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # a frozen weight has no gradient, and nothing else needs the input
+        ctx.save_for_backward(weight, *(kept(x) if ctx.needs_input_grad[1] else ()))
         return multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+        weight, *parts = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         grad_x = multiply(grad, weight.T) if wants_x else None
         rows = grad.flatten(0, -2)
-        grad_weight = product(weight, rows.T, x.flatten(0, -2)) if wants_weight else None
+        grad_weight = product(weight, rows.T, again(parts).flatten(0, -2)) if wants_weight else None
         return grad_x, grad_weight, rows.sum(dim=0) if wants_bias else None
 
 
 class _Gated(torch.autograd.Function):
-    """y = D·(silu(G·x) ∘ U·x): keeps x, G·x and U·x."""
+    """y = D·(silu(G·x) ∘ U·x): keeps x, and G·x and U·x unless they are to be computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, recompute: bool) -> Tensor:
         gated, raised = multiply(x, gate), multiply(x, up)
-        ctx.save_for_backward(x, gated, raised, gate, up, down)
+        ctx.save_for_backward(gate, up, down, *((None, None) if recompute else (gated, raised)), *kept(x))
         return multiply(silu(gated).mul_(raised), down)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gated, raised, gate, up, down = ctx.saved_tensors
-        wants_x, *wanted = ctx.needs_input_grad
+        gate, up, down, gated, raised, *parts = ctx.saved_tensors
+        x = again(parts)
+        if gated is None:
+            gated, raised = multiply(x, gate), multiply(x, up)
+        wants_x, *wanted, _ = ctx.needs_input_grad
         opened, inner = silu(gated), multiply(grad, down.T)
         of_up = inner * opened
         of_gate = torch.ops.aten.silu_backward(inner.mul_(raised), gated)
@@ -147,21 +154,22 @@ class _Gated(torch.autograd.Function):
             product(weight, left.flatten(0, -2).T, right.flatten(0, -2)) if wants else None
             for (weight, left, right), wants in zip(pairs, wanted, strict=True)
         ]
-        return multiply(of_gate, gate.T).add_(multiply(of_up, up.T)) if wants_x else None, *weights
+        return multiply(of_gate, gate.T).add_(multiply(of_up, up.T)) if wants_x else None, *weights, None
 
 
 class _GatedForward:
     """What a gated MLP does in place of its own `forward` while gradients are wanted."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, recompute: bool) -> None:
+        self._module, self._recompute = module, recompute
 
     def __call__(self, x: Tensor) -> Any:
         module = self._module
         if not (_is_plain(x) and torch.is_grad_enabled()):
             kind: Any = type(module)
             return kind.forward(module, x)
-        return _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
+        weights = (module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
+        return _Gated.apply(x, *weights, self._recompute)
 
 
 def _is_gated_mlp(module: Any) -> bool:
@@ -183,7 +191,7 @@ def _computes_a_gated_mlp(kind: Any, module: Any) -> bool:
             theirs = kind.forward(module, x)
         except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes more than hidden states
             theirs = torch.full((), torch.nan)
-        ours = _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
+        ours = _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, True)
         same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-4 * float(ours.abs().max()))
         _TRIED[kind] = same
     return _TRIED[kind]

@@ -1,4 +1,4 @@
-"""The C library's allocator, set for training: freed memory is used again instead of being handed back and cleared."""
+"""The C library's allocator, set for training: freed memory is used again, and handed back where a phase ends."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def reuse_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, 32 * 2**20)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
+
+
+def hand_back_freed_memory() -> None:
+    """Give the kernel every page that only freed memory lies on, holes included (Linux with glibc).
+
+    Tensors of the next phase are of other sizes and do not fit into the holes of the last one. Clearing the pages anew
+    costs about a tenth of a second per GiB.
+    """
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
