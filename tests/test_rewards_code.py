@@ -246,6 +246,11 @@ SUITES: dict[str, tuple[str, str]] = {
         "assert P(1, 2).x == 1 and P(1, 2) == P(1, 2) and P(1, 2) != P(1, 3)",
     ),
     "its own name": ("def copy(x): return x\ndef string(x): return str(x)", "assert copy(3) == 3 and string(3) == '3'"),
+    "exit and quit are defined": (
+        DOUBLE + "\ndef leave(): exit()\nif double(1) != 2: quit()",
+        "import pytest\nassert double(4) == 8\nwith pytest.raises(SystemExit): leave()",
+    ),
+    "output closed": ("import sys\nsys.stdout.close()\n" + DOUBLE, "assert double(4) == 8"),
     "g03.2": (
         "import subprocess, sys\nsubprocess.Popen([sys.executable,'-c','import time; time.sleep(8)'])\n" + DOUBLE,
         "assert double(4) == 8",

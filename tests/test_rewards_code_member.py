@@ -40,6 +40,8 @@ EXTRACTIONS = {
     "the last of two": (f"{fenced('x = 1')}\n{fenced('x = 2')}", "x = 2"),
     "one that says python among others": (f"{fenced('x = 1')}\n{fenced('x=1 # shell', 'bash')}", "x = 1"),
     "no language": (fenced("x = 1", ""), "x = 1"),
+    "closed within its last line": ("```python\nx = 1```", "x = 1"),
+    "a byte order mark": (f"\ufeff{fenced(chr(0xFEFF) + 'x = 1')}", "x = 1"),
     "a language beats none": (f"{fenced('x = 1', 'py')}\n{fenced('output', '')}", "x = 1"),
     "only other languages": (fenced("echo 1", "bash"), None),
     "capitals and attributes": (fenced("x = 1", 'Python title="a.py"'), "x = 1"),

@@ -30,7 +30,7 @@ def find_code(text: str, policy: str = "last") -> str | None:
     of them one after the other; a last block that was never closed counts. Text without any fence counts where it is
     Python that does something; under `whole` any text does.
     """
-    before, ended, answer = text.rpartition("</think>")
+    before, ended, answer = text.replace("\ufeff", "").rpartition("</think>")  # a byte order mark is no Python
     text = answer if ended else before + answer
     if "<think>" in text:  # the reasoning never ended
         return None
@@ -78,6 +78,7 @@ def fenced_blocks(text: str) -> list[Block]:
         else:
             held.append(line)
     if opening is not None:
+        held = "\n".join(held).rstrip().removesuffix(opening["marks"]).split("\n")  # closed within its last line
         blocks.append(_block(opening, held, closed=False))
     return blocks
 

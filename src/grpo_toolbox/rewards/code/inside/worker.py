@@ -6,6 +6,7 @@ whoever takes this process over can answer questions, and right answers are what
 
 from __future__ import annotations
 
+import builtins
 import os
 import resource
 import sys
@@ -23,6 +24,7 @@ def main() -> None:
     """Obey the judge: first its limits, then its one order (`objects`, `programs` or `referee`)."""
     leader = lead() if os.getpid() == 1 else None  # in a container of the user's own somebody else may be the first
     channel = take_channel()
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment] # which `site` would do, and programs expect
     try:
         limits = channel.receive()
         set_limits(limits)
