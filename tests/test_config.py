@@ -139,7 +139,7 @@ def test_the_three_objectives_of_the_axis_are_what_their_names_promise() -> None
 @pytest.mark.parametrize("option", [one for one in option_names("reward") if one not in ("custom", "weighted_sum")])
 def test_a_reward_yaml_holds_the_options_of_its_builder_with_their_defaults(option: str) -> None:
     values = yaml("reward", option)
-    assert (values.pop("name"), values.pop("on_error")) == (option, "stop")
+    assert (values.pop("name"), values.pop("on_error")) == (option, None)
     expected = defaults(REWARDS[option], keyword_only=False)
     assert values == {key: "???" if value is inspect.Parameter.empty else value for key, value in expected.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from grpo_toolbox.config.schema import RewardConfig
-from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.errors import ConfigError, RewardError
 from grpo_toolbox.rewards import (
     COMMON,
     REWARDS,
@@ -32,7 +33,7 @@ CONF = Path(str(files("grpo_toolbox"))) / "conf" / "reward"
 def test_the_yaml_of_each_reward_lists_every_option_with_its_default(name: str) -> None:
     written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     assert written.pop("name") == name
-    assert written.pop("on_error") == "stop"
+    assert written.pop("on_error") is None
     parameters = inspect.signature(REWARDS[name]).parameters
     assert list(written) == list(parameters)
     for option, parameter in parameters.items():
@@ -179,11 +180,45 @@ def test_weights_of_nested_sums_multiply() -> None:
     assert [(part.name, part.weight) for part in reward.components] == [("length_penalty", 1.0), ("format", 0.1)]
 
 
-def test_on_error_holds_for_one_component_or_for_all() -> None:
-    parts = [{"name": "format", "on_error": "skip"}, {"name": "length_penalty"}]
-    assert [part.on_error for part in build_reward("weighted_sum", components=parts).components] == ["skip", "stop"]
-    tolerant = build_reward("weighted_sum", components=parts, on_error="skip")
-    assert [part.on_error for part in tolerant.components] == ["skip", "skip"]
+@pytest.mark.parametrize(
+    ("on_error", "tolerant"),
+    [(None, [True, False, False, True]), ("stop", [True, False, False, False]), ("skip", [True, False, True, True])],
+)
+def test_on_error_of_a_sum_holds_for_the_components_that_have_none_of_their_own(
+    on_error: str | None, tolerant: list[bool]
+) -> None:
+    own = [{"name": "format", "on_error": "skip"}, {"name": "math", "on_error": "stop"}]
+    parts = [*own, {"name": "length_penalty"}, {"name": "math"}]
+    built = build_reward("weighted_sum", components=parts, on_error=on_error)
+    assert [part.tolerant for part in built.components] == tolerant
+    nested = build_reward("weighted_sum", components=[{"name": "weighted_sum", "components": parts}], on_error=on_error)
+    assert [part.tolerant for part in nested.components] == tolerant
+    of_functions = combine([combine([build_reward("length_penalty")], on_error="skip"), built], on_error=on_error)
+    assert [part.tolerant for part in of_functions.components] == [True, *tolerant]
+
+
+@pytest.mark.parametrize("name", [name for name in REWARDS if name != "weighted_sum"])
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_on_error_has_effect_for_every_member(name: str, on_error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a member is by itself: where a row fails, `stop` stops and `skip` leaves it out."""
+
+    def failing(completions: list[str]) -> list[Exception | float]:
+        return [OSError("no"), 1.0]
+
+    failing.tolerant = name == "math"  # type: ignore[attr-defined]
+    needed = {"json_schema": {"schema": {}}, "cosine_length": {"correct": "math"}, "token_cost": {"budget": 1}}
+    monkeypatch.setitem(REWARDS, name, functools.wraps(REWARDS[name])(lambda **options: failing))
+    options = {
+        one.name: needed.get(name, {}).get(one.name, 1)
+        for one in inspect.signature(REWARDS[name]).parameters.values()
+        if one.default is one.empty
+    }
+    reward = build_reward(name, on_error=on_error, **options)
+    if on_error == "stop":
+        with pytest.raises(RewardError, match=f"reward '{name}' failed on completion 0"):
+            reward(completions=["a", "b"])
+    else:
+        assert reward(completions=["a", "b"]) == [None, 1.0]
 
 
 def test_the_python_of_the_documentation_runs() -> None:
@@ -196,7 +231,7 @@ def test_the_python_of_the_documentation_runs() -> None:
 def test_the_yaml_of_the_documentation_is_the_shipped_one() -> None:
     text = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
     written = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[0])["reward"]
-    assert {**written, "on_error": "stop"} == yaml.safe_load((CONF / "weighted_sum.yaml").read_text())
+    assert {**written, "on_error": None} == yaml.safe_load((CONF / "weighted_sum.yaml").read_text())
 
 
 def test_the_moving_weights_of_the_documentation_are_read() -> None:

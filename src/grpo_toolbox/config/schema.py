@@ -163,8 +163,9 @@ class RolloutConfig:
 class RewardConfig:
     """What every reward takes beside its own options; `weighted_sum` hands the first four on to its parts."""
 
-    on_error: str = "stop"
-    """What a failure of the function does: stop the run, or skip (leave out and count the rows)."""
+    on_error: str | None = None
+    """What a failure of the function does: stop the run, or skip (leave out and count the rows). null: math and other
+    functions that are tolerant by themselves skip, all others stop."""
     timeout_s: float | None = None
     """Seconds that one call of a function may take; one that takes longer has failed. null: any time."""
     max_error_rate: float = 0.05

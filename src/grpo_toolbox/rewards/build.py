@@ -31,7 +31,7 @@ from grpo_toolbox.rewards.weights import read_weight
 
 
 def weighted_sum(components: Sequence[Mapping[str, Any]]) -> Reward:
-    """The weighted sum of other rewards: each component is `{name: ..., weight: 1.0, on_error: stop, **options}`."""
+    """The weighted sum of other rewards: each component is `{name: ..., weight: 1.0, **options}`."""
     rewards = []
     for index, component in enumerate(components):
         options = {key: value for key, value in component.items() if key != "weight"}
@@ -72,9 +72,9 @@ def build_reward(name: str, *, where: str = "reward", **options: Any) -> Reward:
     """Build the reward `name` of REWARDS, or the user's own function `my_module:my_fn`, with its options.
 
     Beside its own options every reward takes those of COMMON. `on_error` says what a failure of the function does:
-    `stop` the run, or `skip` (and count) the rows; `timeout_s` how long a call may take; `max_error_rate` on which
-    share of `error_window` completions a tolerant function may fail. `heldout` is a second reward (a name, or a mapping
-    with `name`) that is never trained on. `where` is how error messages call this part of the configuration.
+    `stop` the run, or `skip` (and count) the rows; None: as the function itself has it. `timeout_s` says how long a
+    call may take, `max_error_rate` on which share of `error_window` completions a tolerant function may fail.
+    `heldout` is a second reward (a name, or a mapping with `name`) that is never trained on. `where` is how error messages call this part of the configuration.
     ConfigError for an unknown name, an unknown or missing option, or a function that cannot be imported.
     """
     target = check_options(name, where=where, **options)
@@ -93,11 +93,8 @@ def build_reward(name: str, *, where: str = "reward", **options: Any) -> Reward:
 
 
 def _with_settings(part: Component, settings: Mapping[str, Any]) -> Component:
-    """Give a component what it has not set for itself; `skip` makes it tolerant in any case."""
-    if settings.get("on_error") == "skip":
-        part = replace(part, on_error="skip")
-    own = {key: value for key, value in settings.items() if key != "on_error" and getattr(part, key) is None}
-    return replace(part, **own)
+    """Give a component what it has not set for itself."""
+    return replace(part, **{key: value for key, value in settings.items() if getattr(part, key) is None})
 
 
 def _heldout(options: Mapping[str, Any], where: str) -> HeldOut | None:
@@ -166,8 +163,8 @@ def _check_parts(components: Any, where: str) -> None:
 
 
 def _check_common(where: str, settings: Mapping[str, Any]) -> None:
-    on_error = settings.get("on_error", "stop")
-    if on_error not in ON_ERROR:
+    on_error = settings.get("on_error")
+    if on_error not in (None, *ON_ERROR):
         raise unknown_option(f"{where}.on_error", on_error, ON_ERROR)
     limits = {
         "timeout_s": (lambda value: value > 0, "seconds above 0, or null for any time"),

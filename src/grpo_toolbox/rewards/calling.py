@@ -210,7 +210,7 @@ class Batch:
     def _settled(self, component: Component, calls: Iterable[Call]) -> Iterator[Outcome]:
         for call in calls:
             outcome = self._settle(component, call)
-            if component.on_error == "stop":
+            if not component.tolerant:
                 _check_failures(component, call.rows, outcome.failures)
             yield outcome
 
@@ -234,11 +234,11 @@ class Batch:
             parts.append(self._settle(component, call))
             if parts[-1].failures:
                 failures[index] = parts[-1].failures[0]
-                if component.on_error == "stop":
+                if not component.tolerant:
                     raise _failure(component, rows, rows.place(index), failures[index]) from failures[index]
                 if self._budget is not None:
                     self._budget.check(component, failures, index + 1, rows.place)
-        if component.on_error == "stop":
+        if not component.tolerant:
             where = f"{rows.size} completions together, and on none of them alone"
             raise _failure(component, rows, where, error) from error
         whole = joined(parts)
@@ -267,7 +267,7 @@ def _check_failures(component: Component, rows: Rows, failures: Mapping[int, Exc
     everywhere = len(failures) == rows.size and all(
         isinstance(error, PROGRAMMING_ERRORS) for error in failures.values()
     )
-    if failures and (component.on_error == "stop" or everywhere):
+    if failures and (everywhere or not component.tolerant):
         index = min(failures)
         raise _failure(component, rows, rows.place(index), failures[index]) from failures[index]
 
@@ -287,7 +287,7 @@ def _ended(error: BaseException) -> RuntimeError:
 def _failure(component: Component, rows: Rows, where: str, error: Exception) -> RewardError:
     advice = (
         "It is the same on every row, so reward.on_error=skip does not apply: correct the function."
-        if component.on_error == "skip"
+        if component.tolerant
         else "Correct the function, or set reward.on_error=skip to leave out and count the rows on which it raises."
     )
     if isinstance(error, TimeoutError) and component.timeout_s is not None:

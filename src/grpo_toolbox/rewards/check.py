@@ -145,7 +145,7 @@ def try_part(
     right = {prompt.id: score for (prompt, _), score in zip(texts.pairs(OWN), own_scores, strict=True)}
     for name, (must, pairs) in texts.kinds.items():
         paid = _paid(must, answers[name].scores, [right.get(prompt.id) for prompt, _ in pairs], accepts)
-        _judge(report, name, must, pairs, answers[name], paid, part.on_error == "stop")
+        _judge(report, name, must, pairs, answers[name], paid, not part.tolerant)
     if said and not report.compared and report.constant and said[0] > 0:
         report.problems.append(f"every completion earns {said[0]:g}, whatever it says")
     report.threads = _try_threads(part, texts, report)

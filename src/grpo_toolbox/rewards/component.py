@@ -33,8 +33,11 @@ class Component:
     name: str
     weight: float
     function: RewardFunction
-    on_error: str = "stop"
-    """What an exception does: `stop` the run, or `skip` (score None) the rows on which the function raises."""
+    on_error: str | None = None
+    """What an exception does: `stop` the run, or `skip` (score None) the rows on which the function raises.
+
+    None: skip where the function has the attribute `tolerant`, else stop.
+    """
     timeout_s: float | None = None
     """Seconds that one call may take; one that takes longer has failed. None: any time."""
     max_error_rate: float | None = None
@@ -49,6 +52,13 @@ class Component:
     def signature(self) -> Signature:
         """Which keyword arguments the function takes."""
         return read_signature(self.function)
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether rows on which the function raises are left out and counted, and do not stop the run."""
+        if self.on_error is not None:
+            return self.on_error == "skip"
+        return bool(getattr(unwrapped(self.function), "tolerant", False))
 
     @property
     def waits(self) -> bool:

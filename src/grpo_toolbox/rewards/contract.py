@@ -183,19 +183,20 @@ class Reward:
 def combine(
     functions: Sequence[RewardFunction],
     weights: Sequence[Any] | None = None,
-    on_error: str = "stop",
+    on_error: str | None = None,
     name: str = "",
 ) -> Reward:
     """Make one reward of several functions (or rewards, whose components are taken over); every weight defaults to 1.
 
-    A weight is a number, or moves: `{0: 1.0, 200: 0.2}`, a function of the step, an `AdaptiveWeight`. A name that comes
-    twice gets the suffix `_2`. ConfigError where weights and functions differ in number.
+    A weight is a number, or moves: `{0: 1.0, 200: 0.2}`, a function of the step, an `AdaptiveWeight`. `on_error` holds
+    for the functions that have none of their own; None leaves it to each. A name that comes twice gets the suffix `_2`.
+    ConfigError where weights and functions differ in number.
     """
     functions = list(functions)
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if not functions:
         raise ConfigError("a reward needs at least one function, and was given none.")
-    if on_error not in ON_ERROR:
+    if on_error not in (None, *ON_ERROR):
         raise unknown_option("reward.on_error", on_error, ON_ERROR)
     for function in functions:
         if not callable(function):
@@ -231,7 +232,7 @@ def rows_from_lists(inputs: dict[str, Sequence[Any]], trainer_state: Any = None)
     return Rows(inputs, size, trainer_state)
 
 
-def _components(function: RewardFunction, weight: Any, on_error: str) -> tuple[Component, ...]:
+def _components(function: RewardFunction, weight: Any, on_error: str | None) -> tuple[Component, ...]:
     fixed, factors = read_weight(weight, _name(function))
     inner = unwrapped(function)
     if isinstance(inner, AdaptiveReward):  # here its weight is the component's, so that the scores stay as they are
@@ -244,12 +245,10 @@ def _components(function: RewardFunction, weight: Any, on_error: str) -> tuple[C
                 part,
                 weight=fixed * part.weight,
                 factors=(*factors, *part.factors),
-                on_error="skip" if on_error == "skip" else part.on_error,
+                on_error=on_error if part.on_error is None else part.on_error,
             )
             for part in function.components
         )
-    if getattr(inner, "tolerant", False):  # its failures are what single completions contain
-        on_error = "skip"
     return (Component(function_name(function), fixed, function, on_error, factors=factors),)
 
 
