@@ -74,7 +74,8 @@ def build_reward(name: str, *, where: str = "reward", **options: Any) -> Reward:
     Beside its own options every reward takes those of COMMON. `on_error` says what a failure of the function does:
     `stop` the run, or `skip` (and count) the rows; None: as the function itself has it. `timeout_s` says how long a
     call may take, `max_error_rate` on which share of `error_window` completions a tolerant function may fail.
-    `heldout` is a second reward (a name, or a mapping with `name`) that is never trained on. `where` is how error messages call this part of the configuration.
+    `heldout` is a second reward (a name, or a mapping with `name`) that is never trained on. `where` is how error
+    messages call this part of the configuration.
     ConfigError for an unknown name, an unknown or missing option, or a function that cannot be imported.
     """
     target = check_options(name, where=where, **options)
