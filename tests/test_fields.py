@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_toolbox.config.fields import FIELD_MAP, METRIC_MAP, TRL_VERSION, default_of, direct_fields, fields_of
+from grpo_toolbox.config.keys import known_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "library.md"
 HOW = "python tests/test_fields.py"
@@ -80,6 +81,13 @@ def test_values_of_direct_fields_come_back(algorithm: str) -> None:
 
 def test_metrics_are_named_once_on_either_side() -> None:
     assert len(set(METRIC_MAP.values())) == len(METRIC_MAP)
+
+
+def test_every_key_is_one_that_can_be_set() -> None:
+    keys = {key for one in FIELD_MAP.values() for key in one.keys}
+    options = {"advantage.name", "objective.name", "reward.components"}  # of functions, and of what was switched off
+    options |= {f"callbacks.{name}" for name in ("wandb.project", "trackio.project", "trackio.space_id")}
+    assert keys - {*known_keys(), *options, "callbacks.sample_logger.prompts"} == set()
 
 
 if __name__ == "__main__":

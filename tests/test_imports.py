@@ -41,7 +41,7 @@ ROOMS_OF = {
     "torch": None,  # checked below, by what importing a module loads
     "transformers": {"engines/hf.py", "models/attention.py"},
     "hydra": {"cli/overrides.py"},
-    "omegaconf": {"cli/overrides.py", "config/schema.py", "config/typed.py"},
+    "omegaconf": {"api/translate.py", "cli/overrides.py", "config/schema.py", "config/typed.py"},
     "rich": {"callbacks/display.py", "callbacks/screen.py"},
     "safetensors": {"checkpoint.py"},
     "numpy": {"checkpoint.py", "engines/sampling.py"},
@@ -64,7 +64,7 @@ WITHOUT_TORCH = (
     ),
     *("callbacks.display", "callbacks.memory_writer", "callbacks.trace_summary", "models.load"),
     *("config.schema", "config.source", "config.keys", "config.options", "config.check", "config.typed"),
-    *("config.inputs", "config.folder"),
+    *("config.inputs", "config.folder", "config.fields", "api.configs", "api.translate"),
     *("engines.server",),
     *("cli.main", "cli.train", "cli.verify", "cli.traces", "cli.memory", "cli.models"),
     *("cli.reward", "cli.rescore"),

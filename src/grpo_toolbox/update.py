@@ -50,7 +50,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     micros = _with_choice(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)], number)
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_share", 1.0)
     meter = Meter()
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from grpo_toolbox.config.probe import check_credit, check_estimator, check_penal
 from grpo_toolbox.config.schema import RunConfig, TrainerConfig
 from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.critic import Critic, CriticSettings
-from grpo_toolbox.data import PromptStream, encode_prompts
+from grpo_toolbox.data import PromptStream, Row, encode_prompts
 from grpo_toolbox.engines.convention import check_sampling
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.experts import check_router, router_coefficient
@@ -134,18 +134,7 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
         check_mix(config.trainer.reference_mix, adapted=config.model.lora.r > 0 or inputs.given.adapter is not None)
     model_config, tokenizer = described(config.model, inputs.given)
     router_aux_coef = router_coefficient(model_config, config.model.router_aux_loss_coef)
-    encode = partial(
-        encode_prompts,
-        tokenizer=tokenizer,
-        system_prompt=config.data.system_prompt,
-        chat=config.data.chat,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_positions=max_positions(model_config),
-        max_new_tokens=config.rollout.max_new_tokens,
-        on_long=config.data.on_long,  # type: ignore[arg-type]  # checked against its choices
-    )
-    prompts, eval_prompts = encode(inputs.rows), encode(inputs.eval_rows) if inputs.eval_rows else []
+    prompts, eval_prompts = (encoded(config, rows, tokenizer, model_config) for rows in (inputs.rows, inputs.eval_rows))
     stream = PromptStream(
         prompts,
         batch_size=prompts_per_generation(config.rollout),
@@ -155,6 +144,23 @@ def build_parts(config: RunConfig, inputs: Inputs) -> Parts:
     reward = inputs.reward or fitting_reward(config, inputs.rows)
     check_credit(advantage, reward)
     return Parts(reward, advantage, objective, tokenizer, prompts, eval_prompts, stream, router_aux_coef)
+
+
+def encoded(config: RunConfig, rows: Sequence[Row], tokenizer: Any, model_config: Any) -> list[Prompt]:
+    """Tokenise checked rows into the prompts of this run; no rows are no prompts."""
+    if not rows:
+        return []
+    return encode_prompts(
+        rows,
+        tokenizer,
+        system_prompt=config.data.system_prompt,
+        chat=config.data.chat,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_positions=max_positions(model_config),
+        max_new_tokens=config.rollout.max_new_tokens,
+        on_long=config.data.on_long,  # type: ignore[arg-type]  # checked against its choices
+    )
 
 
 def _named(group: str, values: Mapping[str, Any], build: Callable[[str, dict[str, Any]], Any]) -> Any:

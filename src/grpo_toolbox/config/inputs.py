@@ -48,16 +48,20 @@ def check_inputs(config: RunConfig) -> Inputs:
     resolve_model_path(config.model.path)
     callbacks = build_callbacks(config.callbacks)
     rows, eval_rows = read_data(config.data)
-    wanted = prompts_per_generation(config.rollout)
-    if len(rows) < wanted:
-        named = "rollout.prompts_per_step" + (
-            " × rollout.steps_per_generation" if wanted > config.rollout.prompts_per_step else ""
-        )
-        raise ConfigError(
-            f"the data has {len(rows)} rows and one batch takes {named}={wanted}: lower it, or give more data."
-        )
+    check_size(config.rollout, len(rows))
     reward = None if _loads_a_model(config.reward) else fitting_reward(config, [*rows, *eval_rows])
     return Inputs(rows, eval_rows, callbacks, reward)
+
+
+def check_size(rollout: RolloutConfig, rows: int) -> None:
+    """Raise ConfigError where the data has fewer rows than a batch takes prompts."""
+    wanted = prompts_per_generation(rollout)
+    if rows < wanted:
+        times = " × rollout.steps_per_generation" if wanted > rollout.prompts_per_step else ""
+        raise ConfigError(
+            f"the data has {rows} rows and one batch takes rollout.prompts_per_step{times}={wanted}: lower it, or give "
+            "more data."
+        )
 
 
 def read_data(data: DataConfig) -> tuple[Rows, Rows]:

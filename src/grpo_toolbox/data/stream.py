@@ -35,6 +35,10 @@ class PromptStream:
         self._shuffle = shuffle
         self._rewind()
 
+    def __len__(self) -> int:
+        """How many prompts there are."""
+        return len(self._prompts)
+
     @property
     def epoch(self) -> float:
         """How many times the data has been gone through; 1.5 is the middle of the second time."""

@@ -15,6 +15,14 @@ from grpo_toolbox.rewards.heldout import Divergence, HeldOut, HeldOutScoring
 from grpo_toolbox.rewards.judge import llm_judge
 from grpo_toolbox.rewards.length import length_penalty
 from grpo_toolbox.rewards.model import reward_model
+from grpo_toolbox.rewards.named import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
 from grpo_toolbox.rewards.scoring import Scoring, joined_metrics, score_rollouts
 from grpo_toolbox.rewards.text import completion_text
 from grpo_toolbox.rewards.weights import TrainerState
@@ -33,17 +41,23 @@ __all__ = [
     "RewardFunction",
     "Scoring",
     "TrainerState",
+    "accuracy_reward",
     "build_reward",
     "check_options",
     "combine",
     "completion_text",
     "exact_match",
     "format_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
     "joined_metrics",
     "length_penalty",
     "llm_judge",
     "named_reward",
+    "reasoning_accuracy_reward",
     "reward_model",
     "score_rollouts",
+    "think_format_reward",
     "weighted_sum",
 ]

@@ -38,11 +38,24 @@ class Classifier:
 
     def __init__(self, path: str, head: Head, batch_size: int, max_length: int | None, device: str, dtype: str) -> None:
         """Load from a folder or hub name; ConfigError where there is no such model, or its head is not trained."""
-        self.path = path
-        self.tokenizer, model = _load(_found(path), head, dtype)
-        if head == "token" and not self.tokenizer.is_fast:
+        tokenizer, model = _load(_found(path), head, dtype)
+        if head == "token" and not tokenizer.is_fast:
             raise ConfigError(f"reward.path={path!r}: its tokenizer does not say where tokens stand; save a fast one.")
-        self._model = model.to(_device(device)).eval()
+        self._take(path, tokenizer, model.to(_device(device)), batch_size, max_length)
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, path: str) -> Classifier:
+        """Make one of a loaded sequence classifier with one label; without a tokenizer it takes that of `path`."""
+        labels = getattr(model.config, "num_labels", None)
+        if labels != 1:
+            raise ConfigError(f"the reward model {path!r} has {labels} labels: a reward model has one.")
+        made = cls.__new__(cls)
+        made._take(path, tokenizer or load_tokenizer(path, "reward_processing_classes"), model, 8, None)
+        return made
+
+    def _take(self, path: str, tokenizer: Any, model: Any, batch_size: int, max_length: int | None) -> None:
+        self.path, self.tokenizer = path, tokenizer
+        self._model = model.eval()
         self._config = model.config.get_text_config()
         self.max_length = max_length or getattr(self._config, "max_position_embeddings", None)
         self._batch_size = batch_size

@@ -1,0 +1,106 @@
+"""GRPOConfig and RLOOConfig: TRL 1.16's fields with TRL's defaults, read off FIELD_MAP; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from typing import Any, ClassVar
+
+from grpo_toolbox.config.fields import FIELD_MAP, default_of, fields_of
+from grpo_toolbox.errors import ConfigError, suggest
+
+log = logging.getLogger(__name__)
+
+
+class Arguments:
+    """What both configs have in common: a refusal names what to use, and a field without effect says why.
+
+    `overrides` are keys of ours that TRL has no field for, such as `{"rollout.dynamic_sampling": True}`; they go over
+    everything else. docs/library.md lists the fields.
+    """
+
+    algorithm: ClassVar[str]
+    output_dir: str | None
+    overrides: dict[str, Any] | None
+
+    process_index = local_process_index = 0
+    world_size = n_gpu = 1
+    should_save = should_log = True
+
+    def __new__(cls, *args: Any, **values: Any) -> Arguments:
+        """Refuse a field that neither TRL nor we have, by the name of the nearest."""
+        known = [one.name for one in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name in known:
+                continue
+            other = name in FIELD_MAP or name in fields_of("grpo")
+            hint = f" It is one of {'RLOO' if cls.algorithm == 'grpo' else 'GRPO'}Config's." if other else ""
+            raise ConfigError(
+                f"{cls.__name__}({name}=…) is not a field of TRL's or ours.{hint or suggest(name, known)} Keys of ours "
+                "go into overrides={'group.key': value}."
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be had, and say what has no effect."""
+        for name, value in self.changed().items():
+            one = FIELD_MAP[name]
+            where = f"{type(self).__name__}({name}={value!r})"
+            if one.status == "refused":
+                raise ConfigError(f"{where} cannot be had here. What to use: {one.note}.")
+            if one.status == "accepted":
+                log.warning("%s has no effect here: %s.", where, one.note)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that do not have TRL's default."""
+        known = fields_of(self.algorithm)
+        return {
+            name: getattr(self, name)
+            for name, one in known.items()
+            if not _same(getattr(self, name), default_of(one, self.algorithm))
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def to_json_string(self) -> str:
+        """Return the fields as JSON; what JSON cannot hold as text."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for loggers; tokens are left out."""
+        kept = {name: value for name, value in self.to_dict().items() if not name.endswith("token")}
+        return {
+            name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in kept.items()
+        }
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether a field has its default; 1 is no True, and an enum is its value."""
+    value = getattr(value, "value", value)
+    return (type(value) is type(default) and value == default) or value is default
+
+
+def _make(name: str, algorithm: str, doc: str) -> Any:
+    made = []
+    for one in fields_of(algorithm).values():
+        default = default_of(one, algorithm)
+        field = dataclasses.field(default_factory=list) if default == [] else dataclasses.field(default=default)
+        made.append((one.name, one.kind, field))
+    made.append(("overrides", dict[str, Any] | None, dataclasses.field(default=None)))
+    space = {"algorithm": algorithm, "__doc__": doc, "__module__": __name__}
+    return dataclasses.make_dataclass(name, made, bases=(Arguments,), namespace=space)
+
+
+GRPOConfig = _make(
+    "GRPOConfig",
+    "grpo",
+    "The settings of a GRPOTrainer: the fields and defaults of TRL 1.16's GRPOConfig, and `overrides`.",
+)
+RLOOConfig = _make(
+    "RLOOConfig",
+    "rloo",
+    "The settings of an RLOOTrainer: the fields and defaults of TRL 1.16's RLOOConfig, and `overrides`.",
+)
