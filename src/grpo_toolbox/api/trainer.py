@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_toolbox.api.card import model_card, push_folder
+from grpo_toolbox.api.circumstances import refuse_later, refuse_processes, without_bars
 from grpo_toolbox.api.configs import GRPOConfig, RLOOConfig
 from grpo_toolbox.api.events import Events
 from grpo_toolbox.api.folders import claimed, free_folder, resumed_from
@@ -41,12 +41,6 @@ from grpo_toolbox.trainer import restore, train
 from grpo_toolbox.types import RunInfo, Step
 
 log = logging.getLogger(__name__)
-
-LATER = {
-    "tools": "tools come later: train on completions of one turn",
-    "environment_factory": "environments come later: train on completions of one turn",
-    "rollout_func": "rollout.engine samples here, and tools and environments come later",
-}
 
 
 class TrainOutput(NamedTuple):
@@ -88,8 +82,8 @@ class GRPOTrainer:
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
     ) -> None:
-        _refuse_later(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
-        _refuse_processes()
+        refuse_later(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
+        refuse_processes()
         self.args = self.config_class() if args is None else args
         if not isinstance(self.args, self.config_class):
             raise ConfigError(
@@ -193,7 +187,7 @@ class GRPOTrainer:
         config = dataclasses.replace(self._config, run_dir=str(run_dir))
         with (
             GracefulStop(),
-            _without_bars(),
+            without_bars(),
             claimed(config, self._plain | {"run_dir": str(run_dir)}, checkpoint) as info,
         ):
             self._run.info = info
@@ -202,7 +196,7 @@ class GRPOTrainer:
                 self._run.engine.sync(info.first_step - 1)
             summary = train(self._run)
         if summary["interrupted"]:
-            raise Interrupted(_signal(summary["interrupted"]))
+            raise Interrupted(signal.Signals(int(summary["interrupted"])))
         self._after_training()
         metrics = dict(self._events.summary)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
@@ -370,37 +364,3 @@ class RLOOTrainer(GRPOTrainer):
             quantization_config,
             peft_config,
         )
-
-
-def _refuse_later(**given: Any) -> None:
-    for name, value in given.items():
-        if value:
-            raise ConfigError(f"{name} cannot be had yet: {LATER[name]}.")
-
-
-def _refuse_processes() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: one process trains, launches of several come later. Start it with "
-            "accelerate launch --num_processes 1."
-        )
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for each checkpoint in the block."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-def _signal(number: float) -> Any:
-    import signal
-
-    return signal.Signals(int(number))
