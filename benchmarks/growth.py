@@ -27,7 +27,7 @@ MICRO = {"size-2048-micro": (Workload(8, 4, 41, 54), 512)}
 SPLITS = {
     "split-1x16": (Workload(1, 16, 401, 39), WHOLE),
     "split-2x8": (Workload(2, 8, 41, 59), WHOLE),
-    "split-8x1": (Workload(8, 1, 64, 64), WHOLE),
+    "split-8x2": (Workload(8, 2, 64, 32), WHOLE),
     "split-4x8": (Workload(4, 8, 128, 16), WHOLE),
 }
 CASES = SIZES | MICRO | SPLITS

@@ -77,12 +77,14 @@ class Batch:
 
         None in place of the latter where all differ. A model without noise says the same about equal rows.
         """
-        places: dict[tuple[int, tuple[int, ...]], int] = {}
-        index = [places.setdefault(row, len(places)) for row in zip(self.group, self.completions, strict=True)]
-        if len(places) == len(self):
+        firsts: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        places = [
+            firsts.setdefault(content, (len(firsts), row))[0]
+            for row, content in enumerate(zip(self.group, self.completions, strict=True))
+        ]
+        if len(firsts) == len(self):
             return self, None
-        firsts = [index.index(place) for place in range(len(places))]
-        return self.select(firsts), torch.tensor(index, device=self.mask.device)
+        return self.select([row for _, row in firsts.values()]), torch.tensor(places, device=self.mask.device)
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on `device`."""

@@ -108,7 +108,8 @@ def decode_completion(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
     Every other special token stays visible: rewards may look for `<answer>` or `<think>`.
     """
     sampled = ids[:-1] if finish_reason == "stop" else ids
-    kept = [token for token in sampled if token != tokenizer.pad_token_id]
+    padding = tokenizer.pad_token_id
+    kept = [token for token in sampled if token != padding]
     return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -55,13 +55,14 @@ def plain_model(model: Any) -> Any:
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch dropout off inside the block; afterwards every module is in the mode it was in before."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    noisy = [module for module in model.modules() if module.training]
     try:
+        for module in noisy:
+            module.training = False
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in noisy:
+            module.training = True
 
 
 def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:

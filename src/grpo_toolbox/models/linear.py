@@ -28,7 +28,7 @@ def fast_linear(model: nn.Module, *, recompute: bool = True) -> Iterator[None]:
     gated MLPs whose three layers are plain; with `recompute` the other two neither, at the price of two products.
     """
     gated = partial(_gated, recompute=recompute)
-    with _forwards(model, _fast), _forwards(model, gated), _forwards(model, norm_forward):
+    with _forwards(model, _fast, gated, norm_forward):
         yield
 
 
@@ -174,7 +174,7 @@ class _GatedForward:
 
 def _is_gated_mlp(module: Any) -> bool:
     """Whether `module` computes D·(silu(G·x) ∘ U·x) with three large layers without bias: by name, then by trial."""
-    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    layers = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     plain = [layer for layer in layers if type(layer) is nn.Linear and layer.bias is None and suits(layer.weight)]
     return len(plain) == 3 and _computes_a_gated_mlp(type(module), module)
 
@@ -202,12 +202,13 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @contextmanager
-def _forwards(model: nn.Module, make: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
-    """Give modules the `forward` that `make` has for them; those that have been given one already keep it."""
+def _forwards(model: nn.Module, *makers: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
+    """Give modules the `forward` that one of `makers` has for them; those that have been given one keep it."""
     changed: list[nn.Module] = []
     try:
         for module in model.modules():
-            forward = None if "forward" in vars(module) else make(module)
+            made = () if "forward" in vars(module) else (make(module) for make in makers)
+            forward = next((one for one in made if one is not None), None)
             if forward is not None:
                 vars(module)["forward"] = forward
                 changed.append(module)

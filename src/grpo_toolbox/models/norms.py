@@ -77,8 +77,8 @@ class _NormForward:
 
 def norm_forward(module: nn.Module) -> _NormForward | None:
     """Return what to run in place of `module`, where that is a wide RMS norm in float32 on a processor."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(_epsilon(module), float):
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or not isinstance(_epsilon(module), float):
         return None
     wide = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _WORTH_FUSING
     return _NormForward(module) if wide and _computes_an_rms_norm(type(module), module) else None

@@ -178,6 +178,11 @@ class Batch:
         """Cancel what is still running."""
         self._flight.close()
 
+    @property
+    def waits(self) -> bool:
+        """Whether a function is to be called as rows come in."""
+        return bool(self._early)
+
     def add(self, rows: Rows) -> None:
         """Start the functions that wait, on rows that have just come in."""
         for index, calls in self._early.items():

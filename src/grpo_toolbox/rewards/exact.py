@@ -69,15 +69,18 @@ def comparison(
         completions: Sequence[Any], log_extra: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
         golds = [gold_of(gold) for gold in columns[column]]
-        answers = [answer_in(without_stop_tokens(completion_text(text))) for text in completions]
+        texts = [completion_text(completion) for completion in completions]
+        found = {text: answer_in(without_stop_tokens(text)) for text in set(texts)}  # a group repeats itself
+        answers = [found[text] for text in texts]
         if log_extra is not None:
             log_extra("extracted", [None if answer is None else str(answer) for answer in answers])
         if log_metric is not None and answers:
             log_metric("invalid_format_rate", answers.count(None) / len(answers))
-        return [
-            None if gold is None else float(answer is not None and same(answer, gold))
-            for answer, gold in zip(answers, golds, strict=True)
-        ]
+        verdicts = {
+            pair: None if pair[1] is None else float(pair[0] is not None and same(pair[0], pair[1]))
+            for pair in set(zip(answers, golds, strict=True))
+        }
+        return [verdicts[pair] for pair in zip(answers, golds, strict=True)]
 
     declare(score, name, ["completions", column])
     score.check_rows = partial(_check_golds, column, gold_of, wanted, setting)  # type: ignore[attr-defined]

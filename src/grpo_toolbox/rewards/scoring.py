@@ -62,7 +62,8 @@ class Scoring:
     def add(self, first_row: int, rollouts: Sequence[Rollout]) -> None:
         """Take in finished rollouts, the first of which is row `first_row` of the batch."""
         self._parts[first_row] = rollouts
-        self._batch.add(rows_from_rollouts(rollouts, self._group_size, self._state, first_row))
+        if self._batch.waits:
+            self._batch.add(rows_from_rollouts(rollouts, self._group_size, self._state, first_row))
 
     def scores(self) -> Scores:
         """Finish and return the scores of all rows.

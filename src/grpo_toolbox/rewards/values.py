@@ -46,7 +46,7 @@ def read_values(returned: Any, size: int, name: str, place: Callable[[int], str]
         if isinstance(row, Exception):
             values.errors[index] = row
             continue
-        if isinstance(row, Mapping):
+        if type(row) is not float and isinstance(row, Mapping):
             row = _split_extras(row, index, values.extras, size, f"reward {name!r} returned", place)
         problem, score = read_number(row)
         if problem:
@@ -59,6 +59,8 @@ def read_values(returned: Any, size: int, name: str, place: Callable[[int], str]
 
 def read_number(value: Any) -> tuple[str, float | None]:
     """What is wrong with `value` as a reward (empty when nothing is), and the reward."""
+    if type(value) is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:  # the usual case; NaN is not within
+        return "", value
     value = _plain(value)
     if isinstance(value, list | tuple) and len(value) == 1:  # a column of shape (n, 1)
         value = _plain(value[0])
