@@ -17,7 +17,7 @@ from omegaconf import OmegaConf, open_dict
 
 from grpo_toolbox.cli.compose import choices, experiment_keys, keys, method_keys
 from grpo_toolbox.cli.main import main
-from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.schema import RunConfig, schema_node
 from grpo_toolbox.config.typed import typed_config
 
 SHORT = (
@@ -68,7 +68,7 @@ def write_module(source: str) -> str:
 
 def composed(*overrides: str) -> tuple[RunConfig, dict[str, Any]]:
     """Compose and check a config as `toolbox train` does."""
-    ConfigStore.instance().store(name="schema", node=RunConfig, provider="tests")
+    ConfigStore.instance().store(name="schema", node=schema_node(), provider="tests")
     with initialize_config_module("grpo_toolbox.conf", version_base="1.3"):
         config = compose("train", overrides=list(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(config)

@@ -272,7 +272,7 @@ def test_in_half_precision_the_kl_in_the_reward_is_the_trainers(tmp_path: Path) 
 def test_the_trainers_log_probs_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     run = built_run(*IN_HALF, f"run_dir={tmp_path / 'run'}")
     next_experience(run, 1, clock)
-    again = from_state(to_state(run.pending))
+    again = from_state(to_state(run.pending), Experience)
     assert len(again) == 3
     for one, other in zip(again, run.pending, strict=True):
         assert one.old_logps is not None
@@ -315,7 +315,7 @@ def test_a_generation_serves_its_steps_whether_the_run_is_resumed_or_not(epochs:
 def test_pending_experience_comes_back_from_its_plain_form(tmp_path: Path) -> None:
     run = built_run(*SEVERAL, f"run_dir={tmp_path / 'run'}")
     next_experience(run, 1, clock)
-    again = from_state(to_state(run.pending))
+    again = from_state(to_state(run.pending), Experience)
     assert differences([vars(one) for one in to_plain(again)], [vars(one) for one in to_plain(run.pending)]) == []
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from grpo_toolbox.callbacks import Callback
 from grpo_toolbox.config.build import build_run
 from grpo_toolbox.config.inputs import check_inputs
-from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.schema import RunConfig, from_composed, schema_node
 from grpo_toolbox.data.builtin import additions
 from grpo_toolbox.engines.sampling import row_keys
 from grpo_toolbox.engines.sampling import uniforms as package_uniforms
@@ -64,10 +63,10 @@ class Recorder(Callback):
 
 
 def _config(*overrides: str) -> RunConfig:
-    ConfigStore.instance().store(name="schema", node=RunConfig, provider="grpo_toolbox")
+    ConfigStore.instance().store(name="schema", node=schema_node(), provider="grpo_toolbox")
     with initialize_config_module("grpo_toolbox.conf", version_base="1.3"):
         composed = compose("train", ["experiment=grpo_tiny", "callbacks=none", *overrides])
-    return OmegaConf.to_object(composed)
+    return from_composed(composed)
 
 
 def _package_run(folder: Path, config: RunConfig) -> tuple[Run, Recorder]:

@@ -20,7 +20,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 
 LAYERS = (
     ("types", "errors", "onednn", "gradients", "allocator"),
-    ("ops", "plugins", "schedule", "interrupts", "metrics", "controllers"),
+    ("ops", "plugins", "schedule", "interrupts", "metrics", "controllers", "clock", "staleness"),
     ("surrogates", "ratios", "selection", "advantages", "batch"),
     # models stand above batch: their forward pass takes one
     ("objectives", "rewards", "data", "models", "callbacks", "checkpoint"),
@@ -28,6 +28,7 @@ LAYERS = (
     ("rollout", "run"),
     ("evaluation", "update"),
     ("experience",),
+    ("source",),
     ("trainer", "measure"),
     ("verify",),
     ("config",),

@@ -1,11 +1,14 @@
-"""Prompts to advantages: one generation of rollouts, scored and estimated, in portions of one optimizer step each."""
+"""Prompts to advantages: one generation of rollouts, scored and estimated, in portions of one optimizer step each.
+
+`sample_generation` asks data, engine and reward alone, so that it may run ahead in another thread; `experiences` asks
+policy, reference and critic.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +21,16 @@ from grpo_toolbox.metrics import without_spread
 from grpo_toolbox.rewards import HeldOutScoring, Scoring, TrainerState, joined_metrics
 from grpo_toolbox.rewards.heldout import Checked
 from grpo_toolbox.rollout import rollout
-from grpo_toolbox.run import Experience, Run
+from grpo_toolbox.run import Clock, Experience, Generation, Run
+from grpo_toolbox.staleness import drawn_since, group_ages, tokens_before
 from grpo_toolbox.types import Convention, Prompt, Rollout, Sampling, Scores
 from grpo_toolbox.update import reward_penalty, trainer_logps
-
-Clock = Callable[[str], AbstractContextManager[None]]
 
 
 def next_experience(run: Run, number: int, clock: Clock) -> Experience:
     """Return what step `number` learns from: the next portion of the last generation, or of a new one."""
     if not run.pending:
-        run.pending = _generate(run, number, clock)
+        run.pending = experiences(run, sample_generation(run, number, clock), number, clock)
     return run.pending.pop(0)
 
 
@@ -40,6 +42,8 @@ def batch_of(run: Run, experience: Experience) -> Batch:
             one.flatten(0, 1)[:, : batch.mask.shape[1]] for one in (experience.values, experience.returns)
         )
         batch = replace(batch, values=values, returns=returns)
+    if experience.oldest is not None:
+        batch = replace(batch, mask=batch.mask & drawn_since(experience.rollouts, experience.oldest))
     if len(experience.kept) < experience.advantages.shape[0]:
         batch = batch.select(_rows(experience.kept, run.group_size))
     if not experience.off_policy:
@@ -47,17 +51,37 @@ def batch_of(run: Run, experience: Experience) -> Batch:
     return replace(batch, old_logps=batch.sampler_logps if experience.old_logps is None else experience.old_logps)
 
 
-def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
+def sample_generation(run: Run, number: int, clock: Clock) -> Generation:
+    """Sample and score what step `number`, and those that share its rollouts, are to learn from."""
     wanted = run.prompts_per_step * run.generation.steps_per_generation
     rollouts, scores, metrics = _sample(run, wanted, number, clock)
     made = scores.total.shape[0]
-    dynamic = run.generation.dynamic_sampling
-    kept = (~without_spread(scores.total)).nonzero().squeeze(1).tolist()[:wanted] if dynamic else list(range(made))
-    _stop_when_empty(run, kept)
+    if not run.generation.dynamic_sampling:
+        return Generation(number, rollouts, scores, list(range(made)), metrics)
+    kept = (~without_spread(scores.total)).nonzero().squeeze(1).tolist()[:wanted]
+    metrics |= {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted}
+    return Generation(number, rollouts, scores, kept, metrics)
+
+
+def steps_served(run: Run, generation: Generation) -> int:
+    """Return how many optimizer steps learn from a generation."""
+    steps = run.generation.steps_per_generation
+    portions = _portions(generation.kept, generation.scores.total.shape[0], steps, run.prompts_per_step)
+    return len(portions) * (run.settings.ppo_epochs if steps > 1 else 1)
+
+
+def experiences(run: Run, generation: Generation, number: int, clock: Clock) -> list[Experience]:
+    """Return what the steps from `number` on learn from a generation: none where all its groups are too old."""
+    _stop_when_empty(run, generation.kept)
+    rollouts, scores, metrics = generation.rollouts, generation.scores, dict(generation.metrics)
+    kept, oldest = _young_enough(run, generation, number)
+    if generation.kept and not kept:
+        return []
+    if generation.ahead:
+        metrics["async/groups_dropped"] = float(len(generation.kept) - len(kept))
+        metrics["async/tokens_masked"] = 0.0 if oldest is None else float(tokens_before(rollouts, oldest))
     penalty = reward_penalty(run, rollouts)
     values = _values(run, rollouts)
-    if dynamic:
-        metrics |= {"rollout/groups_dropped": float(made - len(kept)), "rollout/oversampling": made / wanted}
     if penalty is not None:
         metrics["kl"] = float(penalty.nanmean()) / run.controlled_objective().beta
     whole = Experience(
@@ -68,24 +92,42 @@ def _generate(run: Run, number: int, clock: Clock) -> list[Experience]:
         metrics,
         values=values,
         returns=None if values is None else value_targets(run.advantage, scores, values, penalty),
+        oldest=oldest,
     )
-    steps = run.generation.steps_per_generation
-    if steps == 1:
+    stale = generation.ahead and any(one.oldest_version < number - 1 for one in rollouts)
+    # with a correction the ratio is to the policy as the update begins, and the correction takes it on to the sampler
+    whole = replace(whole, off_policy=stale and not run.objective.corrects and run.generation.old_is_sampler)
+    if run.generation.steps_per_generation == 1:
         return [whole]
-    first, *later = [take(whole, groups) for groups in _portions(kept, made, steps, run.prompts_per_step)]
+    again = not run.generation.reuse_logps or (stale and run.objective.corrects)
+    return _dealt(run, whole, clock, compute_old=again and not whole.off_policy)
+
+
+def _dealt(run: Run, whole: Experience, clock: Clock, *, compute_old: bool) -> list[Experience]:
+    """Deal a generation out to the steps that share it; with `compute_old` π_old's log-probs are the trainer's now."""
+    steps, made = run.generation.steps_per_generation, whole.scores.total.shape[0]
+    first, *later = [take(whole, groups) for groups in _portions(whole.kept, made, steps, run.prompts_per_step)]
+
+    def with_old(portion: Experience) -> Experience:
+        return replace(portion, old_logps=trainer_logps(run, batch_of(run, portion))) if compute_old else portion
+
     with clock("update"):
-        first = _with_old_logps(run, first) if run.settings.ppo_epochs > 1 else first
-        portions = [first, *(_with_old_logps(run, one) for one in later)]
+        first = with_old(first) if run.settings.ppo_epochs > 1 else first
+        portions = [first, *map(with_old, later)]
     again = [replace(one, scores=replace(one.scores, metrics={}), metrics={}) for one in portions]
     passes = [*portions, *(again * (run.settings.ppo_epochs - 1))]
-    return [replace(one, off_policy=index > 0) for index, one in enumerate(passes)]
+    return [replace(one, off_policy=index > 0 or one.off_policy) for index, one in enumerate(passes)]
 
 
-def _with_old_logps(run: Run, portion: Experience) -> Experience:
-    """Keep what the trainer says of the rollouts before the first of the steps that share them moves the policy."""
-    if run.generation.reuse_logps:
-        return portion
-    return replace(portion, old_logps=trainer_logps(run, batch_of(run, portion)))
+def _young_enough(run: Run, generation: Generation, number: int) -> tuple[Sequence[int], int | None]:
+    """Return the groups that are young enough to be trained, and the oldest version whose tokens are; None for all."""
+    if not generation.ahead:
+        return generation.kept, None
+    limit = run.generation.max_staleness
+    if run.generation.on_stale == "mask":
+        return generation.kept, number - 1 - limit
+    ages = group_ages(generation.rollouts, run.group_size, number)
+    return [group for group in generation.kept if ages[group] <= limit], None
 
 
 def _sample(run: Run, wanted: int, number: int, clock: Clock) -> tuple[list[Rollout], Scores, dict[str, float]]:
@@ -205,6 +247,8 @@ def take(whole: Experience, groups: Sequence[int]) -> Experience:
         metrics=whole.metrics if first else {},
         values=None if whole.values is None else whole.values[index],
         returns=None if whole.returns is None else whole.returns[index],
+        off_policy=whole.off_policy,
+        oldest=whole.oldest,
     )
 
 
@@ -255,11 +299,11 @@ def _joined_tokens(parts: Sequence[Scores], rollouts: Sequence[Rollout]) -> Tens
     return torch.where(on.reshape(-1, group_size, width), paid, torch.nan)
 
 
-# ---- the checkpoint's form of what is pending ------------------------------------------------------------------------
+# ---- the checkpoint's form of what is not used up --------------------------------------------------------------------
 
 
-def to_state(pending: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Return pending experience as plain dicts and tensors."""
+def to_state(records: Sequence[Experience] | Sequence[Generation]) -> list[dict[str, Any]]:
+    """Return records as plain dicts and tensors."""
     return [
         {
             **vars(one),
@@ -268,14 +312,17 @@ def to_state(pending: Sequence[Experience]) -> list[dict[str, Any]]:
             ],
             "scores": vars(one.scores),
         }
-        for one in pending
+        for one in records
     ]
 
 
-def from_state(state: Sequence[Mapping[str, Any]]) -> list[Experience]:
-    """Return the experience that `to_state` was given."""
+Record = TypeVar("Record", Experience, Generation)
+
+
+def from_state(state: Sequence[Mapping[str, Any]], kind: type[Record]) -> list[Record]:
+    """Return the records, all of one kind, that `to_state` was given."""
     return [
-        Experience(
+        kind(
             **{
                 **one,
                 "rollouts": [_rollout(row) for row in one["rollouts"]],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from grpo_toolbox.models.load import Reference
 from grpo_toolbox.objectives import Objective
 from grpo_toolbox.rewards import Divergence, ErrorBudget, Reward
 from grpo_toolbox.types import Prompt, Rollout, RunInfo, Sampling, Scores, Step
+
+Clock = Callable[[str], AbstractContextManager[None]]
+"""`with clock(stage): ...` counts the block's seconds as the stage's."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,27 @@ class GenerationSettings:
     """Ceiling on sampled groups, in multiples of those wanted."""
     max_empty_steps: int = 3
     """Stop after so many steps in a row without a group that has spread."""
+    max_staleness: int = 1
+    """k: updates that the policy may have had since the weights that drew rollouts made in the background."""
+    old_is_sampler: bool = True
+    """Whether, without a correction, the sampler that drew such rollouts is the π_old that the ratio is to."""
+    on_stale: str = "drop"
+    """What becomes of older ones: `drop` their groups, or `mask` the tokens that are too old."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The rollouts of one or several steps, scored: all that can be said without policy, reference and critic."""
+
+    number: int
+    """The first step that they were made for, from which their random streams follow."""
+    rollouts: Sequence[Rollout]
+    scores: Scores
+    kept: Sequence[int]
+    """Groups that may be trained; dynamic sampling leaves out those without spread."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ahead: bool = False
+    """Whether they were made in the background, by weights that may be older than the policy."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +99,44 @@ class Experience:
     """Whether the policy has moved since these were sampled: then the ratio is to `old_logps`."""
     old_logps: Tensor | None = None
     """(B, T) π_old's, of the groups that are trained, where the trainer computed them; None: the engine's are."""
+    oldest: int | None = None
+    """The oldest weights version whose tokens are trained; None trains all."""
+
+
+class Source(Protocol):
+    """Where experience comes from, and who else may ask the engine and the reward."""
+
+    def start(self, run: Run) -> None:
+        """Begin, before the first step of this process."""
+        ...
+
+    def next(self, run: Run, number: int, clock: Clock) -> Experience:
+        """Return what step `number` learns from; raises what engine and reward raised while it was made."""
+        ...
+
+    def sync(self, run: Run, number: int, clock: Clock) -> None:
+        """Take over the weights that step `number` has made."""
+        ...
+
+    def release(self) -> None:
+        """Let the newest weights be sampled with: an evaluation that was due has been done."""
+        ...
+
+    def evaluate(self, run: Run, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Do `work`, which asks engine and reward, with the policy's present weights, and return what it returns."""
+        ...
+
+    def state_dict(self, run: Run) -> dict[str, Any]:
+        """Return what a resumed run needs of data, reward, random states and of what was made ahead."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what a saved run had made ahead."""
+        ...
+
+    def close(self, run: Run) -> None:
+        """End what is under way, and release the engine."""
+        ...
 
 
 @dataclass
@@ -90,6 +153,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     lr_at: Callable[[int], float]
     data: PromptStream
+    source: Source
     eval_prompts: Sequence[Prompt]
     callbacks: Sequence[Callback]
     export: Callable[[Path], None]

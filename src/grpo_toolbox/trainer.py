@@ -9,8 +9,7 @@ is a value in `Run`, chosen once in `config/build.py`. No algorithm's name stand
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,13 +17,14 @@ from typing import Any
 from torch import nn
 
 from grpo_toolbox.callbacks import Due
-from grpo_toolbox.checkpoint import capture_rng, copy_parameters, restore_rng, save_checkpoint
+from grpo_toolbox.checkpoint import copy_parameters, restore_rng, save_checkpoint
+from grpo_toolbox.clock import Clock
 from grpo_toolbox.evaluation import evaluate
-from grpo_toolbox.experience import batch_of, from_state, next_experience, to_state
+from grpo_toolbox.experience import batch_of, from_state, to_state
 from grpo_toolbox.interrupts import GracefulStop, Interrupted
 from grpo_toolbox.metrics import step_metrics
 from grpo_toolbox.rewards import TrainerState
-from grpo_toolbox.run import Run
+from grpo_toolbox.run import Experience, Run
 from grpo_toolbox.types import Step
 from grpo_toolbox.update import update
 
@@ -38,13 +38,13 @@ def _steps(run: Run, stop: GracefulStop) -> None:
     for number in range(run.finished + 1, run.info.max_steps + 1):
         begin(run, number)
         clock = Clock()
-        learnt = next_experience(run, number, clock)  # prompts -> rollouts -> scores -> advantages
+        learnt = run.source.next(run, number, clock)  # prompts -> rollouts -> scores -> advantages
         batch = batch_of(run, learnt)
         with stop.protect():
             with clock("update"):
                 updated = update(run, batch, number)
             _refresh_reference(run, number)
-            run.engine.sync()
+            run.source.sync(run, number, clock)
             seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
             metrics = seen | updated | clock.metrics(learnt.rollouts)
             metrics |= run.observe(metrics, completions=len(batch))
@@ -82,32 +82,8 @@ def conduct(run: Run, steps: Callable[[GracefulStop], None]) -> dict[str, float]
                     summary["best_step"] = float(run.best[1])
                 for callback in run.callbacks:
                     callback.on_end(summary)
-                run.engine.close()
+                run.source.close(run)
     return summary
-
-
-class Clock:
-    """Seconds per stage of one step."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Add the block's seconds to those of `stage`."""
-        started = time.perf_counter()
-        yield
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
-
-    def metrics(self, rollouts: Sequence[Any]) -> dict[str, float]:
-        """Return the seconds so far, and how many tokens were sampled in one of them."""
-        tokens = sum(one.written_tokens for one in rollouts)
-        total = time.perf_counter() - self._started
-        return {f"time/{stage}": value for stage, value in self._seconds.items()} | {
-            "time/step": total,
-            "tokens_per_s": tokens / total,
-        }
 
 
 def _refresh_reference(run: Run, number: int) -> None:
@@ -119,12 +95,15 @@ def _refresh_reference(run: Run, number: int) -> None:
 
 def _before_training(run: Run) -> None:
     """Evaluate the untrained policy, or make up for an evaluation that a stop cut short."""
+    due = bool(run.eval_every and (run.owed or run.finished == 0))
+    run.source.start(run)
     run.snapshot = _snapshot(run, run.finished)
-    if run.eval_every and (run.owed or run.finished == 0):
+    if due:
         evaluated = _evaluate(run, run.finished)
         run.unreported = Step(run.finished, run.owed)
         report(run, evaluated)
         run.saved = None  # what the checkpoint has still owes the evaluation
+    run.source.release()
 
 
 def begin(run: Run, number: int) -> None:
@@ -149,11 +128,9 @@ def finish(run: Run, step: Step) -> None:
 def _snapshot(run: Run, number: int) -> dict[str, Any]:
     return {
         "step": number,
-        "rng": capture_rng(),
-        "data": run.data.state_dict(),
+        **run.source.state_dict(run),
         "pending": to_state(run.pending),
         "empty_steps": run.empty_steps,
-        "reward": run.reward_state(),
     }
 
 
@@ -171,8 +148,12 @@ def report(run: Run, evaluated: Mapping[str, float]) -> None:
 
 def _evaluate(run: Run, number: int) -> dict[str, float]:
     state = TrainerState(number + 1, run.info.max_steps, evaluating=True)
-    settled = run.reward.settled(run.info.max_steps)
-    metrics = evaluate(run.engine, settled, run.eval_prompts, run.eval_sampling, state, run.error_budget)
+
+    def work() -> dict[str, float]:
+        settled = run.reward.settled(run.info.max_steps)
+        return evaluate(run.engine, settled, run.eval_prompts, run.eval_sampling, state, run.error_budget)
+
+    metrics = run.source.evaluate(run, work)
     reward = metrics.get("eval/reward")
     if reward is not None and (run.best is None or reward > run.best[0]):
         run.best = (reward, number)
@@ -181,7 +162,9 @@ def _evaluate(run: Run, number: int) -> dict[str, float]:
 
 def evaluate_when_due(run: Run, number: int) -> dict[str, float]:
     """Evaluate the policy after step `number` where the settings or a callback say so; nothing otherwise."""
-    return _evaluate(run, number) if run.due.evaluate else {}
+    evaluated = _evaluate(run, number) if run.due.evaluate else {}
+    run.source.release()
+    return evaluated
 
 
 def save_when_due(run: Run, number: int) -> None:
@@ -239,7 +222,9 @@ def restore(run: Run, state: Mapping[str, Any], *, load_optimizer: bool = True) 
         run.critic.load_state_dict(state["critic"], load_optimizer=load_optimizer)
     if "reward" in state:  # not in checkpoints of old
         run.load_reward_state(state["reward"])
-    run.pending, run.empty_steps = from_state(state["pending"]), state["empty_steps"]
+    run.pending, run.empty_steps = from_state(state["pending"], Experience), state["empty_steps"]
+    if state.get("ahead"):
+        run.source.load_state_dict(state["ahead"])
     run.best = tuple(state["best"]) if state["best"] else None
     run.owed = dict(state["owed"])
     run.finished = run.saved = int(state["step"])

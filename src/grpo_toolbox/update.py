@@ -85,7 +85,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
             meter.add(loss, terms | {"entropy": entropy.detach()}, micro.mask)
             if epoch == 0:
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
-                meter.add_mismatch(old_logps, micro.sampler_logps, micro.mask)
+                meter.add_mismatch(logps.detach(), micro.sampler_logps, micro.mask)
                 micros[index] = replace(micro, old_logps=old_logps)
         meter.grad_norm = _step(run, parameters, meter, number)
     tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)

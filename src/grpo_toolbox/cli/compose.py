@@ -52,10 +52,10 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
     import hydra
     from hydra.core.config_store import ConfigStore
 
-    from grpo_toolbox.config.schema import RunConfig
+    from grpo_toolbox.config.schema import schema_node
 
     store = ConfigStore.instance()
-    store.store(name="schema", node=RunConfig, provider="grpo_toolbox")
+    store.store(name="schema", node=schema_node(), provider="grpo_toolbox")
     overrides = [readable(override) for override in args.overrides]
     if args.multirun:
         _check_sweep(overrides)

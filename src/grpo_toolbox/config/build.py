@@ -24,6 +24,7 @@ from grpo_toolbox.config.schema import RunConfig, TrainerConfig
 from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.critic import Critic, CriticSettings
 from grpo_toolbox.data import PromptStream, Row, encode_prompts
+from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.convention import check_sampling
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.experts import check_router, router_coefficient
@@ -38,6 +39,7 @@ from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Divergence, Reward
 from grpo_toolbox.run import Run, UpdateSettings
+from grpo_toolbox.source import Background, Synchronous
 from grpo_toolbox.surrogates import OBJECTIVES
 from grpo_toolbox.trainer import restore
 from grpo_toolbox.types import Prompt, RunInfo
@@ -69,15 +71,17 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     model = load_policy(config, inputs.given, device)
     check_router(model, parts.router_aux_coef)
     packs = _packs(config, model, parts, device)
+    source = _source(config, model)
     engine = build_engine(
         config,
-        model,
+        source.model if isinstance(source, Background) else model,
         parts.tokenizer,
         [*parts.prompts, *parts.eval_prompts],
         packs,
         device,
         weights_version=info.first_step - 1,
     )
+    _check_in_flight(config, engine)
     drawn = sampling(config)
     check_sampling(engine.traits, drawn, corrected=parts.objective.corrects)
     run = Run(
@@ -91,6 +95,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         optimizer=inputs.given.optimizer or make_optimizer(model, trainer, device),
         lr_at=inputs.given.lr_at or partial(learning_rate, trainer),
         data=parts.stream,
+        source=source,
         eval_prompts=parts.eval_prompts,
         callbacks=inputs.callbacks,
         export=partial(_export, model, parts.tokenizer),
@@ -176,6 +181,21 @@ def _objective(name: str, options: dict[str, Any]) -> Objective:
     surrogate = resolve("objective", name, OBJECTIVES)
     bind("objective", surrogate, {key: value for key, value in options.items() if key not in own})
     return build_objective(surrogate, **options)
+
+
+def _source(config: RunConfig, model: nn.Module) -> Synchronous | Background:
+    background = config.rollout.async_
+    return Background(model, in_flight=background.in_flight) if background.enabled else Synchronous()
+
+
+def _check_in_flight(config: RunConfig, engine: Engine) -> None:
+    """Raise ConfigError where weights are to come in flight to an engine that cannot take them."""
+    background = config.rollout.async_
+    if background.enabled and background.in_flight != "none" and not hasattr(engine, "in_flight"):
+        raise ConfigError(
+            f"rollout.async.in_flight={background.in_flight} needs a model that takes the packed layout, and "
+            f"{config.model.path} does not: set rollout.async.in_flight=none."
+        )
 
 
 def _packs(config: RunConfig, model: nn.Module, parts: Parts, device: torch.device) -> bool:

@@ -14,6 +14,8 @@ from grpo_toolbox.schedule import SCHEDULES
 
 CHOICES: dict[str, Sequence[str]] = {
     "rollout.engine": ("local", "hf", "vllm", "sglang", "http"),
+    "rollout.async.in_flight": ("none", "keep", "recompute"),
+    "rollout.async.on_stale": ("drop", "mask"),
     "trainer.schedule": tuple(SCHEDULES),
     "trainer.optimizer": ("adamw", "adamw_8bit"),
     "trainer.precision": ("auto", "float32", "bfloat16"),
@@ -49,6 +51,7 @@ NOT_NEGATIVE = (
     "rollout.server.start_timeout_s",
     "rollout.server.outage_timeout_s",
     "rollout.server.retries",
+    "rollout.async.max_staleness",
     "critic.lr",
     "critic.pretrain_steps",
     "trainer.lr",
@@ -128,6 +131,12 @@ def _check_sampling(config: RunConfig) -> None:
             "rollout.temperature=0 is greedy: all completions of a group would be equal and carry no gradient. "
             "Set rollout.temperature above 0 (1.0 samples from the policy itself)."
         )
+    background = rollout.async_
+    if background.enabled and background.in_flight != "none" and rollout.engine != "local":
+        raise ConfigError(
+            f"rollout.async.in_flight={background.in_flight} needs rollout.engine=local: with {rollout.engine} "
+            "completions end with the weights that they began with. Set rollout.async.in_flight=none."
+        )
 
 
 def _has_eval_data(config: RunConfig) -> bool:
@@ -137,5 +146,5 @@ def _has_eval_data(config: RunConfig) -> bool:
 def _get(config: RunConfig, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = getattr(value, "async_" if part == "async" else part)
     return value

@@ -117,6 +117,9 @@ def generation_settings(
         dynamic_sampling=rollout.dynamic_sampling,
         max_oversampling=rollout.max_oversampling,
         max_empty_steps=rollout.max_empty_steps,
+        max_staleness=rollout.async_.max_staleness,
+        old_is_sampler=means_the_same and rollout.reuse_logps is not False,
+        on_stale=rollout.async_.on_stale,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 
 @dataclass
@@ -122,6 +122,21 @@ class ServerConfig:
 
 
 @dataclass
+class AsyncConfig:
+    """Rollouts that are made in the background while the trainer updates."""
+
+    enabled: bool = False
+    """Sample, score and filter in a thread of its own, with a copy of the weights."""
+    max_staleness: int = 1
+    """k: updates between the weights that draw rollouts and those that learn from them; 0 is synchronous training."""
+    in_flight: str = "none"
+    """When newer weights come to completions half-way: none (wait for the next rollouts), or go on with them and keep
+    the cache, or recompute it."""
+    on_stale: str = "drop"
+    """What is done with rollouts older than that: drop their groups, or mask the tokens that are too old."""
+
+
+@dataclass
 class RolloutConfig:
     """How completions are sampled."""
 
@@ -157,6 +172,7 @@ class RolloutConfig:
     max_rows: int = 256
     """Rows decoded at a time, by each server where there are several."""
     server: ServerConfig = field(default_factory=ServerConfig)
+    async_: AsyncConfig = field(default_factory=AsyncConfig)
 
 
 @dataclass
@@ -281,3 +297,20 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+def schema_node() -> DictConfig:
+    """Return the schema as Hydra composes it: `async_` is `async` there, which in Python is no name."""
+    node: Any = OmegaConf.structured(RunConfig)
+    with open_dict(node.rollout):
+        inner = node.rollout.async_
+        del node.rollout["async_"]
+        node.rollout["async"] = inner
+    return node
+
+
+def from_composed(composed: Any) -> RunConfig:
+    """Return the records of a composed config, with `async` under its name in Python again."""
+    config: RunConfig = OmegaConf.to_object(composed)  # type: ignore[assignment]
+    config.rollout.async_ = vars(config.rollout).pop("async")
+    return config

@@ -41,7 +41,10 @@ def schema_keys(class_name: str) -> list[tuple[str, str, str, str]]:
 
 
 def class_fields(file: str, class_name: str) -> list[tuple[str, str, str, str]]:
-    """Return (name, type, default, meaning) of each field of a class; the meaning is the docstring under it."""
+    """Return (name, type, default, meaning) of each field of a class; the meaning is the docstring under it.
+
+    A field whose key is a keyword of Python has an underscore behind it.
+    """
     body = next(node.body for node in _tree(file).body if isinstance(node, ast.ClassDef) and node.name == class_name)
     found = []
     for field, following in zip(body, [*body[1:], ast.Pass()], strict=True):
@@ -51,7 +54,7 @@ def class_fields(file: str, class_name: str) -> list[tuple[str, str, str, str]]:
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             meaning = " ".join(str(following.value.value).split())
         default = ast.unparse(field.value) if field.value else ""
-        found.append((field.target.id, ast.unparse(field.annotation), default, meaning))
+        found.append((field.target.id.removesuffix("_"), ast.unparse(field.annotation), default, meaning))
     return found
 
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_toolbox.config.check import check_config
 from grpo_toolbox.config.keys import unknown_key
 from grpo_toolbox.config.options import check_named, without_foreign
-from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.schema import RunConfig, from_composed
 from grpo_toolbox.config.source import CONF
 from grpo_toolbox.errors import ConfigError
 
@@ -47,7 +47,7 @@ def typed_config(
                     values |= {key: chosen[key] for place, key in taken_back.items() if place in method}
                 explicit = method if group in method else written
                 composed[group] = without_foreign(group, values, chosen, given, explicit)
-        config: Any = OmegaConf.to_object(composed)
+        config = from_composed(composed)
         plain: Any = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error

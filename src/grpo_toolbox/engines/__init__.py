@@ -62,3 +62,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what the engine holds."""
         ...
+
+
+class InFlight(Protocol):
+    """What an engine has beside that can go on with newer weights in the middle of its completions."""
+
+    def in_flight(self, newer: Callable[[], int | None], *, recompute: bool) -> None:
+        """From now on ask `newer` between two tokens: it changes the weights and returns their version, or None.
+
+        With `recompute` the keys and values of what was read and drawn before are computed anew; else they are kept.
+        """
+        ...

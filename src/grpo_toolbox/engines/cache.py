@@ -40,6 +40,27 @@ class PromptPass:
         return self._layout.attend(layer, query, key, value, scaling)
 
 
+class ContextPass:
+    """The layout of a forward pass over one prompt and what its rows have drawn; it keeps keys and values of both."""
+
+    def __init__(self, prompt_length: int, own_lengths: Sequence[int], device: torch.device) -> None:
+        self._layout: PackedLayout = packed_layout([prompt_length], list(own_lengths), [0] * len(own_lengths), device)
+        self.span = self._layout.span
+        self.kept: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+        """Keys and values, each as those of the prompt (1, kv, S, D) and of the rows (n, kv, T, D)."""
+        self._calls: Counter[int] = Counter()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attend causally within the prompt, and from each row to the prompt and itself."""
+        indices = self._layout.prompt_index, self._layout.completion_index
+        self.kept[layer, self._calls[layer]] = [
+            tuple(states[0].transpose(0, 1)[index].transpose(1, 2) for index in indices)  # type: ignore[misc]
+            for states in (key, value)
+        ]
+        self._calls[layer] += 1
+        return self._layout.attend(layer, query, key, value, scaling)
+
+
 class KeyValues:
     """What N rows have seen: prompts (U, kv, S, D) with their `group` (N,), and own tokens (N, kv, room, D)."""
 
@@ -86,6 +107,14 @@ class KeyValues:
             widest = int(self._prompt_lengths.max())
             for place, (keys, values) in self._prompts.items():
                 self._prompts[place] = (keys[used, :, :widest], values[used, :, :widest])
+
+    def replace(self, group: int, row: int, context: ContextPass) -> None:
+        """Take keys and values of a group, whose first row stands at `row`, from a pass over all it has seen."""
+        for place, kept in context.kept.items():
+            pairs = zip(kept, self._prompts[place], self._own[place], strict=True)
+            for (prompt, rows), prompts, own in pairs:
+                prompts[group, :, : prompt.shape[2]] = prompt[0]
+                own[row : row + len(rows), :, : rows.shape[2]] = rows
 
     def positions(self) -> Tensor:
         """Return where in its row (N,) the next token of each stands."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig
 
 from grpo_toolbox.engines.inprocess import Drawn, InProcessEngine
@@ -16,7 +17,7 @@ from grpo_toolbox.types import Prompt, Sampling
 
 
 class HfEngine(InProcessEngine):
-    """Samples with the policy itself through `model.generate`; random numbers are torch's, seeded per call.
+    """Samples with the policy itself through `model.generate`; random numbers are a torch generator's, seeded per call.
 
     The rows of a call all end together.
     """
@@ -28,8 +29,8 @@ class HfEngine(InProcessEngine):
         width = max(map(len, rows))
         ids = torch.tensor([[*([0] * (width - len(row))), *row] for row in rows], device=device)
         pads = torch.tensor([width - len(row) for row in rows], device=device)
-        with _without_defaults(model), torch.random.fork_rng():
-            torch.manual_seed(sampling.seed)
+        numbers = torch.Generator(device).manual_seed(sampling.seed)
+        with _without_defaults(model), _DrawingFrom(numbers):
             output = model.generate(
                 input_ids=ids,
                 attention_mask=(torch.arange(width, device=device) >= pads.unsqueeze(1)).long(),
@@ -43,11 +44,23 @@ class HfEngine(InProcessEngine):
         logps = _logps(steps, tokens).tolist()
         for row, drawn in enumerate(tokens.tolist()):
             end = next((place + 1 for place, token in enumerate(drawn) if token in self._stop_ids), len(drawn))
-            yield row, drawn[:end], logps[row][:end]
+            yield row, drawn[:end], logps[row][:end], [(self._version, end)]
 
     def _stop_when_cancelled(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         self._check_cancelled()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+class _DrawingFrom(TorchFunctionMode):
+    """Let `torch.multinomial` draw from a generator: torch's own may be drawn from in another thread meanwhile."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = {"generator": self._generator} if function is torch.multinomial else {}
+        return function(*args, **{**(kwargs or {}), **drawing})
 
 
 @contextmanager

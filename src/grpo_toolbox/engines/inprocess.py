@@ -15,8 +15,8 @@ from grpo_toolbox.errors import Cancelled
 from grpo_toolbox.models.forward import autocast, eval_mode
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
-Drawn = tuple[int, list[int], list[float]]
-"""A finished row: its number, its ids, their log-probs."""
+Drawn = tuple[int, list[int], list[float], Sequence[tuple[int, int]]]
+"""A finished row: its number, its ids, their log-probs, and which weights drew them: (version, number of tokens)."""
 
 
 class InProcessEngine:
@@ -62,8 +62,8 @@ class InProcessEngine:
             autocast(device, self._autocast_dtype),
             closing(self._draw(prompts, group_size, sampling)) as drawn,
         ):
-            for row, ids, logps in drawn:
-                rollouts[row] = reader.rollout(prompts[row // group_size], ids, logps, [(self._version, len(ids))])
+            for row, ids, logps, versions in drawn:
+                rollouts[row] = reader.rollout(prompts[row // group_size], ids, logps, versions)
                 if on_finished is not None:
                     on_finished(row, rollouts[row])
         return [rollouts[row] for row in range(len(prompts) * group_size)]

@@ -7,14 +7,15 @@ rows leave the batch and waiting prompts take their place. Models that do not ta
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.engines.cache import KeyValues, PromptPass
+from grpo_toolbox.engines.cache import ContextPass, KeyValues, PromptPass
 from grpo_toolbox.engines.inprocess import Drawn, InProcessEngine
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import layout_attention
@@ -38,14 +39,36 @@ class LocalEngine(InProcessEngine):
     def __init__(self, model: nn.Module, *, max_rows: int = 256, **shared: Any) -> None:
         super().__init__(model, **shared)
         self._max_rows = max_rows
+        self._newer: Callable[[], int | None] = lambda: None
+        self._recompute = False
+
+    def in_flight(self, newer: Callable[[], int | None], *, recompute: bool) -> None:
+        """From now on ask `newer` between two tokens: it changes the weights and returns their version, or None.
+
+        With `recompute` the keys and values of what was read and drawn before are computed anew; else they are kept.
+        """
+        self._newer, self._recompute = newer, recompute
 
     def _draw(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> Generator[Drawn]:
-        with self._linears(len(prompts) * group_size, sampling.max_new_tokens):
-            decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
-            while decoding.fill(self._max_rows):
-                self._check_cancelled()
-                yield from decoding.draw()
-                decoding.forward(self._max_rows)
+        decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
+        halfway = False
+        while True:
+            with self._linears(len(prompts) * group_size, sampling.max_new_tokens):  # of the weights as they are now
+                if halfway and self._recompute:
+                    decoding.read_again()
+                if halfway:
+                    decoding.forward(self._max_rows)
+                while decoding.fill(self._max_rows):
+                    self._check_cancelled()
+                    yield from decoding.draw(self._version)
+                    version = self._newer()
+                    if version is not None:
+                        break
+                    decoding.forward(self._max_rows)
+                else:
+                    return
+            decoding.mark(self._version)
+            self._version, halfway = version, True
 
     def _linears(self, rows: int, tokens: int) -> AbstractContextManager[None]:
         if tokens < _WORTH_PACKING:
@@ -68,6 +91,8 @@ class _Decoding:
         self._logps = torch.zeros(shape, device=self._device)
         self._entered = 0
         """Prompts that have entered the batch."""
+        self._marks: list[tuple[int, list[int]]] = []
+        """Where weights were changed: the former version, and how many tokens each row had drawn by then."""
         self._clear()
 
     def _clear(self) -> None:
@@ -97,8 +122,8 @@ class _Decoding:
         self._entered += count
         return True
 
-    def draw(self) -> list[tuple[int, list[int], list[float]]]:
-        """Draw a token for every row that goes on; return the rows that it finished, each with ids and log-probs."""
+    def draw(self, version: int) -> list[Drawn]:
+        """Draw a token for every row that goes on, with weights of `version`; return the rows that it finished."""
         limit, alive = self._sampling.max_new_tokens, self._alive
         place = self._drawn.clamp(max=limit - 1)  # of a row that has finished nothing is kept
         uniform = uniforms(self._keys[self._rows.cpu().numpy()], place.cpu().numpy())
@@ -117,7 +142,42 @@ class _Decoding:
         drawn = zip(
             rows.tolist(), self._ids[rows, :longest].tolist(), self._logps[rows, :longest].tolist(), strict=True
         )
-        return [(row, ids[:n], logps[:n]) for (row, ids, logps), n in zip(drawn, counts, strict=True)]
+        return [
+            (row, ids[:n], logps[:n], self._stretches(row, n, version))
+            for (row, ids, logps), n in zip(drawn, counts, strict=True)
+        ]
+
+    def mark(self, version: int) -> None:
+        """Remember that all tokens up to here that are not marked yet were drawn by weights of `version`."""
+        drawn = torch.zeros(len(self._keys), dtype=torch.long)
+        drawn[self._rows.cpu()] = self._drawn.cpu()
+        self._marks.append((version, drawn.tolist()))
+
+    def _stretches(self, row: int, count: int, version: int) -> list[tuple[int, int]]:
+        ends = [*((former, drawn[row]) for former, drawn in self._marks), (version, count)]
+        counts = zip(ends, [0, *(end for _, end in ends)], strict=False)
+        return [(drawn_by, end - before) for (drawn_by, end), before in counts if end > before] or [(version, 0)]
+
+    def read_again(self) -> None:
+        """Compute keys and values of the rows that go on anew, of their prompts and of what they have drawn."""
+        if not bool(self._alive.any()):
+            return
+        self._leave()
+        groups = self._cache.group.tolist()
+        lengths = self._cache.lengths.tolist()
+        rows, ids = self._rows.tolist(), self._ids[self._rows].tolist()
+        first = 0
+        for members in (list(part) for _, part in groupby(range(len(groups)), key=lambda place: groups[place])):
+            prompt = self._prompts[rows[members[0]] // self._group_size].ids
+            own = [ids[place][: lengths[place]] for place in members]
+            layout = ContextPass(len(prompt), [len(one) for one in own], self._device)
+            tokens = [*prompt, *(token for one in own for token in one)]
+            places = [*range(len(prompt)), *(len(prompt) + place for one in own for place in range(len(one)))]
+            self._hidden(
+                torch.tensor([tokens], device=self._device), torch.tensor([places], device=self._device), layout
+            )
+            self._cache.replace(groups[members[0]], first, layout)
+            first += len(members)
 
     def forward(self, max_rows: int) -> None:
         """Let finished rows leave where that pays, and run the tokens just drawn of the others."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.lora import has_adapter
+from grpo_toolbox.models.snapshot import frozen_copy
 
 if TYPE_CHECKING:  # settings are checked without loading torch
     import torch
@@ -25,7 +25,7 @@ class Reference:
     def __init__(self, policy: torch.nn.Module) -> None:
         self._policy: Any = policy
         self._adapted = has_adapter(policy)
-        self._net: Any = None if self._adapted else _frozen(policy)
+        self._net: Any = None if self._adapted else frozen_copy(policy)
         self._refreshed = False
 
     @contextmanager
@@ -52,7 +52,7 @@ class Reference:
         check_mix(mix, adapted=self._adapted)
         self._refreshed = True
         if self._net is None:
-            self._net = _frozen(policy)
+            self._net = frozen_copy(policy)
             return
         with torch.no_grad():
             for own, current in zip(self._net.parameters(), policy.parameters(), strict=True):
@@ -68,15 +68,9 @@ class Reference:
         adapter's alone. From here on they are saved."""
         self._refreshed = True
         if self._net is None:
-            self._net = _frozen(self._policy)
+            self._net = frozen_copy(self._policy)
         shared = {id(parameter) for parameter in self._policy.parameters()}
         return {name: value for name, value in self._net.named_parameters() if id(value) not in shared}
-
-
-def _frozen(policy: torch.nn.Module) -> Any:
-    """Return a copy in eval mode whose trainable parameters are its own; those that never move are the policy's."""
-    shared = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
-    return copy.deepcopy(policy, shared).requires_grad_(False).eval()
 
 
 def check_mix(mix: float, *, adapted: bool) -> None:

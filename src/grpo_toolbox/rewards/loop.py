@@ -37,6 +37,12 @@ class Loop:
         """Run a coroutine; the future has its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    async def cancel_all(self) -> None:
+        """Cancel every other task; runs on the loop."""
+        for task in asyncio.all_tasks():
+            if task is not asyncio.current_task():
+                task.cancel()
+
     def give_up(self) -> None:
         """Leave the loop to whatever blocks it; what comes next gets another one."""
         self._stuck = True
@@ -96,6 +102,13 @@ class Flight:
             task.cancel()
         if own:
             await asyncio.wait(own, timeout=GRACE)
+
+
+def abandon() -> None:
+    """Cancel all that runs on the process's loop for rewards: whoever waits for it gets a CancelledError."""
+    for loop in list(_current):
+        if loop.usable:
+            loop.start(loop.cancel_all())
 
 
 _LOCK = threading.Lock()
