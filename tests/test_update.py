@@ -119,7 +119,7 @@ def test_equal_completions_are_forwarded_once_and_count_as_often_as_they_stand(p
     plain = gradient(batch, replace(run.settings, packed=False))
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    rows, place = batch.distinct()
+    rows, place = batch.distinct
     assert (rows.completions, place.tolist()) == (((5, 6, 7), (6, 5, 7)), [0, 0, 1, 0])
     assert rows.forward_tokens == len(prompt.ids) + 6
-    assert rows.distinct() == (rows, None)
+    assert rows.distinct == (rows, None)

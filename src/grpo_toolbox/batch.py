@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Batch:
             **columns,
         )
 
+    @cached_property
     def distinct(self) -> tuple[Batch, Tensor | None]:
         """Return the rows that differ in prompt or completion, and where among them each row (B,) stands.
 

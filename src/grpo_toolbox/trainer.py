@@ -8,8 +8,10 @@ is a value in `Run`, chosen once in `config/build.py`. No algorithm's name stand
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,7 +68,7 @@ def conduct(run: Run, steps: Callable[[GracefulStop], None]) -> dict[str, float]
     started = time.perf_counter()
     for callback in run.callbacks:
         callback.on_start(run.info)
-    with GracefulStop() as stop:
+    with GracefulStop() as stop, _settled():
         try:
             _before_training(run)
             steps(stop)
@@ -84,6 +86,16 @@ def conduct(run: Run, steps: Callable[[GracefulStop], None]) -> dict[str, float]
                     callback.on_end(summary)
                 run.source.close(run)
     return summary
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """Spare the garbage collector what was built before the block, which lives as long: half a million objects."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _refresh_reference(run: Run, number: int) -> None:

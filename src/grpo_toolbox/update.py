@@ -160,7 +160,7 @@ def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
 
 def _forwarded(run: Run, micro: Batch) -> tuple[Batch, Tensor | None]:
     """Return the rows that the model runs over: equal ones once, where nothing counts each row's tokens."""
-    return micro.distinct() if run.settings.packed and not run.settings.router_aux_coef else (micro, None)
+    return micro.distinct if run.settings.packed and not run.settings.router_aux_coef else (micro, None)
 
 
 def _hidden(run: Run, micro: Batch) -> Tensor:

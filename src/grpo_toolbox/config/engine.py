@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from grpo_toolbox.models.forward import autocast, completion_logps, eval_mode, i
 from grpo_toolbox.models.load import stop_token_ids
 from grpo_toolbox.run import GenerationSettings
 from grpo_toolbox.types import Prompt, Rollout, Sampling
+
+_SHORT, _REMEMBERED = 16, 65_536
+"""Tokens of a completion whose text is remembered, and how many texts: some ten megabytes."""
 
 
 def sampling(config: RunConfig) -> Sampling:
@@ -55,8 +58,13 @@ def build_engine(
     Servers are waited for, and must have the trainer's model and tokenizer. Raises EngineError where they do not.
     """
 
-    def decode(ids: Sequence[int], finish_reason: str) -> str:
+    @lru_cache(maxsize=_REMEMBERED)
+    def decode_again(ids: tuple[int, ...], finish_reason: str) -> str:
         return decode_completion(ids, tokenizer, finish_reason)
+
+    def decode(ids: Sequence[int], finish_reason: str) -> str:
+        short = len(ids) <= _SHORT  # short answers come again, step after step
+        return decode_again(tuple(ids), finish_reason) if short else decode_completion(ids, tokenizer, finish_reason)
 
     if config.rollout.engine not in ("local", "hf"):  # nothing about servers is loaded unless there are some
         from grpo_toolbox.config.servers import server_engine

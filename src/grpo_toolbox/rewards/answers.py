@@ -148,9 +148,9 @@ def gold_answer(gold: Any) -> str | None:
 
 def same_answer(answer: str, gold: str, ignore_case: bool = True) -> bool:
     """Whether two answers are equal: as exact numbers where both are numbers, else as normalised text."""
-    numbers = as_number(answer), as_number(gold)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
+    said, wanted = as_number(answer), as_number(gold)
+    if said is not None and wanted is not None:
+        return said == wanted
     return normalise(answer, ignore_case) == normalise(gold, ignore_case)
 
 
