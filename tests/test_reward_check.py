@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,9 @@ from command_line import Result, toolbox, write_module
 from grpo_toolbox.rewards import Reward, build_reward
 from grpo_toolbox.rewards.check import check_reward
 from grpo_toolbox.rewards.golds import FORMS, from_pattern, other_digit, other_sign
+from grpo_toolbox.rewards.language import LANGUAGES, language_share, sample
+from grpo_toolbox.rewards.schema import validator
+from grpo_toolbox.rewards.schema_golds import example
 from grpo_toolbox.types import Prompt
 
 GRADER = """
@@ -150,12 +154,76 @@ def test_a_column_that_holds_no_answer_is_said_to_have_no_golds() -> None:
         ("reward=format", "reward.layout=think_answer"),
         ("reward=format", "reward.pattern='<answer>.+</answer>'"),
         ("reward=weighted_sum",),
+        ("reward=cosine_length", "reward.max_tokens=100"),
+        ("reward=cosine_length", "reward.max_tokens=100", "reward.correct=math"),
+        ("reward=length_penalty",),
+        ("reward=soft_overlong", "reward.max_tokens=100", "reward.cache=20"),
+        ("reward=token_cost",),
+        ("reward=repetition_penalty",),
+        ("reward=repetition_penalty", "reward.unit=words"),
+        ("reward=language_consistency",),
+        ("reward=language_consistency", "reward.language=ja", "reward.part=thinking"),
+        ("reward=hack_monitor", "reward.charge=0.5"),
+        ("reward=json_schema", f"reward.schema={Path(__file__).parents[1]}/examples/order_email.json"),
     ],
 )
 def test_the_members_pass(words: tuple[str, ...]) -> None:
     result = check(*words)
     assert result.code == 0, result.out
     assert "gold answer" in result.out
+
+
+def test_a_reward_of_groups_is_not_blamed_for_what_shows_in_groups_alone() -> None:
+    result = check("reward=duplicate_penalty")
+    assert result.code == 0
+    assert "here each was alone" in result.out
+
+
+def test_gold_documents_pass_json_schema_and_a_changed_field_does_not() -> None:
+    document = {"order_id": "ORD-48213", "lines": [{"count": 2, "size": None}], "total": 1.5, "paid": True}
+    prompts = [Prompt(i, f"mail {i}", (), {"answer": {**document, "total": i + 0.5}}) for i in range(4)]
+    number: dict[str, Any] = {"type": "number"}
+    line = {"type": "object", "properties": {"count": {"type": "integer"}, "size": {"type": ["null", "integer"]}}}
+    properties = {"order_id": {"pattern": "^ORD-[0-9]{5}$"}, "lines": {"type": "array", "items": line}}
+    schema = {"type": "object", "properties": {**properties, "total": number, "paid": {"type": "boolean"}}}
+    for credit in ("fields", "valid"):
+        (report,) = check_reward(build_reward("json_schema", schema=schema, credit=credit), prompts)
+        kinds = {kind.name: (kind.must, kind.accepted, kind.rows) for kind in report.kinds}
+        assert report.problems == []
+        assert kinds["gold answer"] == ("accept", 4, 4)
+        assert kinds["a field is missing"] == kinds["another field"] == ("reject", 0, 4)
+        assert ("another value" in kinds) == (credit == "fields")  # the schema allows another value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "minLength": 3}, "b": {"enum": ["x", "y"]}}},
+        {"type": "array", "items": {"type": "integer", "minimum": 5, "multipleOf": 3}, "minItems": 2},
+        {"type": "array", "prefixItems": [{"type": "null"}, {"const": 7}], "minItems": 3, "items": {"type": "boolean"}},
+        {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+        {"allOf": [{"properties": {"a": {"type": "number", "exclusiveMinimum": 1}}}, {"required": ["a"]}]},
+        {"$ref": "#/$defs/code", "$defs": {"code": {"type": "string", "pattern": r"^[A-Z]{2}-\d{3}$"}}},
+        {
+            "type": "object",
+            "required": ["a"],
+            "properties": {"b": {"$ref": "#/$defs/b"}},
+            "$defs": {"b": {"type": "integer", "maximum": -1}},
+        },
+        {"type": "string", "format": "email"},
+    ],
+)
+def test_a_document_is_made_that_a_schema_allows(schema: dict[str, Any]) -> None:
+    assert validator(schema)(example(schema)), example(schema)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_sample_of_each_language_is_in_it(language: str) -> None:
+    text = sample(language, "all")
+    assert text is not None
+    assert language_share(text, language) == 1.0
+    other = "ru" if LANGUAGES[language] == ("latin",) else "en"
+    assert language_share(sample(other, "all") or "", language) == 0.0
 
 
 def test_each_part_of_a_sum_is_tried_by_itself() -> None:

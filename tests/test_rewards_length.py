@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_toolbox.errors import ConfigError, DataError
-from grpo_toolbox.rewards import build_reward
+from grpo_toolbox.errors import ConfigError, DataError, RewardError
+from grpo_toolbox.rewards import build_reward, score_rollouts
 from grpo_toolbox.rewards.length import cosine
+from grpo_toolbox.types import Prompt, Rollout
 
 
 def tokens(*lengths: int) -> list[list[int]]:
@@ -111,6 +112,22 @@ def test_any_reward_may_say_what_is_right_and_its_columns_are_needed() -> None:
     assert logged["invalid_format_rate"] == 0.5  # what the inner reward logs
     with pytest.raises(DataError, match="gold"):
         reward.check_rows([{"prompt": "p", "gold": ""}])  # and what it checks
+
+
+def down(completions: list[str]) -> list[float]:
+    raise OSError("the grader is down")
+
+
+def test_a_failure_of_the_inner_reward_is_one_of_its_own_and_not_left_out_unseen() -> None:
+    rollouts = [Rollout(Prompt(0, "?", (1,), {}), (1,), (), "stop", "5")] * 2
+    correct: dict[str, object] = {"name": f"{__name__}:down"}
+    with pytest.raises(RewardError, match="'down' failed"):
+        score_rollouts(build_reward("cosine_length", max_tokens=10, correct=correct), rollouts, 2)
+    tolerant = {**correct, "on_error": "skip"}
+    scored = score_rollouts(build_reward("cosine_length", max_tokens=10, correct=tolerant), rollouts, 2)
+    assert scored.metrics["rewards/cosine_length/errors"] == scored.metrics["reward_errors"] == 2
+    with pytest.raises(RewardError, match=r"'cosine_length' failed on prompt 0, completion 0.*is down"):
+        score_rollouts(build_reward("cosine_length", max_tokens=10, correct=tolerant, on_error="stop"), rollouts, 2)
 
 
 def test_success_says_from_which_score_on_a_completion_is_right() -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from grpo_toolbox.errors import RewardError
 from grpo_toolbox.rewards.calling import Batch
+from grpo_toolbox.rewards.component import asks_elsewhere
 from grpo_toolbox.rewards.contract import Component, Reward, TrainerState
 from grpo_toolbox.rewards.scoring import rows_from_rollouts
-from grpo_toolbox.rewards.signatures import is_async, unwrapped
+from grpo_toolbox.rewards.signatures import unwrapped
 from grpo_toolbox.rewards.trial_texts import (
     ACCEPT,
     OWN,
@@ -112,7 +113,7 @@ def check_reward(
     for part in parts:
         report = PartReport(part.name, _columns(part, prompts))
         reports.append(report)
-        if is_async(part.function) and not _is_local(part):
+        if asks_elsewhere(part):
             report.notes.append("it is asked over a network, and was not asked")
             continue
         watch(part.name)
@@ -146,6 +147,9 @@ def try_part(
     for name, (must, pairs) in texts.kinds.items():
         paid = _paid(must, answers[name].scores, [right.get(prompt.id) for prompt, _ in pairs], accepts)
         _judge(report, name, must, pairs, answers[name], paid, not part.tolerant)
+    if getattr(unwrapped(part.function), "of_groups", False):
+        report.constant = False
+        report.notes.append("it compares the completions of a group with each other, and here each was alone")
     if said and not report.compared and report.constant and said[0] > 0:
         report.problems.append(f"every completion earns {said[0]:g}, whatever it says")
     report.threads = _try_threads(part, texts, report)
@@ -230,11 +234,6 @@ def _paid(
         score is not None and accepts(score) and (right is None or not accepts(right) or score >= right)
         for score, right in zip(scores, own, strict=True)
     ]
-
-
-def _is_local(part: Component) -> bool:
-    function = unwrapped(part.function)
-    return bool(getattr(function, "offline", False)) or getattr(function, "golds", None) is not None
 
 
 def _columns(part: Component, prompts: Sequence[Prompt]) -> str:

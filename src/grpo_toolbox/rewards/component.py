@@ -113,6 +113,13 @@ class Component:
             keeper.load_state_dict(state["function"])
 
 
+def asks_elsewhere(part: Component) -> bool:
+    """Whether a component waits for something that is not known to be of this process, as judges do."""
+    function = unwrapped(part.function)
+    local = getattr(function, "offline", False) or getattr(function, "golds", None) is not None
+    return getattr(function, "remote", is_async(part.function) and not local)
+
+
 def _keeper(function: RewardFunction) -> Any:
     """Return the object, a function's own or the one it is a method of, that keeps a state for the checkpoint."""
     inner = unwrapped(function)

@@ -124,8 +124,21 @@ class Reward:
 
         Only what the functions ask for has to be passed. Raises RewardError as `score_rollouts` does.
         """
-        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        given["environments"] = environments
+        logs: dict[str, Any] = {"log_extra": log_extra, "log_metric": log_metric, "trainer_state": trainer_state}
+        given: dict[str, Any] = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        given |= columns
+        verdicts = self.verdicts(**given, environments=environments, **logs)
+        return [None if isinstance(one, Exception) else one for one in verdicts]
+
+    def verdicts(
+        self,
+        *,
+        trainer_state: Any = None,
+        log_extra: Callable[[str, list[Any]], Any] | None = None,
+        log_metric: Callable[[str, float], Any] | None = None,
+        **given: Sequence[Any] | None,
+    ) -> list[float | Exception | None]:
+        """As a call, but where no component applies because one failed, its failure stands in the row's place."""
         rows = rows_from_lists({name: values for name, values in given.items() if values is not None}, trainer_state)
         check_given(self.components, rows)
         with Batch(self.components) as batch:
@@ -139,7 +152,9 @@ class Reward:
                 log_metric(name, value)
         per_row = zip(*(outcome.scores for outcome in outcomes), strict=True)
         weighted = self.at(trainer_state)
-        return [weighted.total(scores, rows.place(index)) for index, scores in enumerate(per_row)]
+        totals = [weighted.total(scores, rows.place(index)) for index, scores in enumerate(per_row)]
+        failed = {row: error for outcome in outcomes for row, error in outcome.failures.items()}
+        return [failed.get(row) if total is None else total for row, total in enumerate(totals)]
 
     def total(self, scores: Sequence[float | None], place: str) -> float | None:
         """Weighted sum over the components that apply to one completion; None where none does."""

@@ -35,6 +35,7 @@ def duplicate_penalty(max_penalty: float = -1.0, ignore_case: bool = True) -> Ca
         return [0.0 + max_penalty * share for share in shares]
 
     score.__name__ = "duplicate_penalty"
+    score.of_groups = True  # type: ignore[attr-defined]
     return score
 
 

@@ -57,6 +57,13 @@ class Golds:
     """Completions that may count or not, as the reward's rules say: they are shown and never judged."""
     answer: Callable[[Row], str | None] | None = None
     """The gold answer alone, as text, where it is one: two answers that are equal may be written differently."""
+    charges: bool = False
+    """Whether the reward only charges for something: then nothing else has to be rejected."""
+
+
+def charge_golds(free: str, charged: Mapping[str, str]) -> Golds:
+    """The golds of a reward that compares with nothing and charges for something: a text that is free, others not."""
+    return Golds(lambda row: free, lambda row: charged, charges=True)
 
 
 def answer_golds(answer_of: Callable[[Row], str | None], write: Callable[[str], str | None]) -> Golds:

@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_toolbox.errors import DataError, unknown_option
 from grpo_toolbox.rewards.answers import after_thinking
+from grpo_toolbox.rewards.golds import Golds
 from grpo_toolbox.rewards.signatures import declare
 from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
 
@@ -87,6 +88,11 @@ def language_consistency(
         wanted = [language] * len(texts) if column is None else columns[column]
         return [None if one is None else language_share(text, one) for text, one in zip(texts, wanted, strict=True)]
 
+    score.golds = Golds(  # type: ignore[attr-defined]
+        lambda row: sample(language if column is None else row[column], part),
+        lambda row: _in_another(language if column is None else row[column], part),
+        charges=True,
+    )
     declare(score, "language_consistency", ["completions", *([] if column is None else [column])])
     if column is not None:
         score.check_rows = partial(_check_rows, column)  # type: ignore[attr-defined]
@@ -105,6 +111,23 @@ def language_share(text: str, language: str) -> float | None:
     if language == "ja":
         own -= sum(_chinese_letters(sentence) for sentence in _SENTENCE.split(said))
     return own / len(letters) * _own_words([word.lower() for word in counted], language)
+
+
+def sample(language: str | None, part: str) -> str | None:
+    """Some words of a language that has them here, else some letters of it, as a completion; None for no language."""
+    if language is None:
+        return None
+    others = [words for other, words in _WORDS.items() if other != language and LANGUAGES[other] == LANGUAGES[language]]
+    own = sorted(_WORDS.get(language, frozenset()) - frozenset().union(*others))
+    first, _ = max(SCRIPTS[LANGUAGES[language][0]], key=lambda ends: ends[1] - ends[0])
+    letters = [one for one in map(chr, range(first, first + 0x60)) if one.isalpha()]
+    text = " ".join(own[:12]) or " ".join(map("".join, zip(letters[::3], letters[1::3], letters[2::3], strict=False)))
+    return f"<think>{text}</think>\n42" if part == "thinking" else text
+
+
+def _in_another(language: str | None, part: str) -> dict[str, str]:
+    other = sample("ru" if LANGUAGES.get(language or "") == ("latin",) else "en", part)
+    return {"another language": other} if language is not None and other is not None else {}
 
 
 def script_of(letter: str) -> str:

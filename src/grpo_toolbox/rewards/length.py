@@ -9,6 +9,8 @@ from numbers import Real
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.rewards.golds import charge_golds
+from grpo_toolbox.rewards.signatures import unwrapped
 from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
 
 
@@ -21,6 +23,7 @@ def length_penalty(target_chars: int = 300) -> Callable[..., list[float]]:
         return [min(0.0, max(-1.0, 1.0 - length / target_chars)) for length in lengths]
 
     score.__name__ = "length_penalty"
+    score.golds = charge_golds("4", {"twice the length": "x" * 2 * target_chars})  # type: ignore[attr-defined]
     return score
 
 
@@ -39,6 +42,7 @@ def soft_overlong(max_tokens: int, cache: int) -> Callable[..., list[float]]:
         return [_overlong(len(ids), max_tokens, cache) for ids in completion_ids]
 
     score.__name__ = "soft_overlong"
+    score.golds = charge_golds("4", {"over the limit": "x" * (max_tokens + 1)})  # type: ignore[attr-defined]
     return score
 
 
@@ -53,6 +57,8 @@ def token_cost(budget: int = 512, cost: float = 0.001, limit: float = 1.0) -> Ca
         return [0.0 - min(limit, cost * max(0, len(ids) - budget)) for ids in completion_ids]
 
     score.__name__ = "token_cost"
+    over = budget + math.ceil(limit / cost)
+    score.golds = charge_golds("4", {"over the budget": "x" * over})  # type: ignore[attr-defined]
     return score
 
 
@@ -65,15 +71,16 @@ def cosine_length(
     wrong_long: float = -0.5,
     exceeded: float | None = None,
     success: float = 1.0,
-) -> Callable[..., list[float | None]]:
+) -> Callable[..., list[float | Exception | None]]:
     """Correctness scaled by length along half a cosine (Yeo et al., 2025), so that right answers had better be short.
 
     `correct` is the reward (a name, or a mapping with `name` and options) whose score of at least `success` makes a
     completion right. With t = min(1, n/`max_tokens`) for n tokens: long + ½ (short − long) (1 + cos πt), of the two
     values for right or for wrong. A completion of `max_tokens` or more gets `exceeded` instead, unless that is None.
-    None where `correct` has no score. What `correct` logs is logged.
+    None where `correct` has no score; where it failed, so has this. What `correct` logs is logged.
     """
     from grpo_toolbox.rewards.build import build_reward
+    from grpo_toolbox.rewards.component import asks_elsewhere
 
     _check_count("max_tokens", max_tokens, 1, "tokens")
     values = {"correct_short": correct_short, "correct_long": correct_long, "wrong_short": wrong_short}
@@ -88,20 +95,27 @@ def cosine_length(
         raise ConfigError(f"reward.correct={correct!r} names no reward: write a name, or {{name: math, ...}}.")
     judge = build_reward(where="reward.correct", **{str(key): value for key, value in named.items()})
 
-    def paid(score: float | None, length: int) -> float | None:
-        if score is None:
-            return None
+    def paid(score: float | Exception | None, length: int) -> float | Exception | None:
+        if score is None or isinstance(score, Exception):
+            return score
         if exceeded is not None and length >= max_tokens:
             return exceeded
         short, long = (correct_short, correct_long) if score >= success else (wrong_short, wrong_long)
         return cosine(length / max_tokens, short, long)
 
-    def score(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **given: Any) -> list[float | None]:
-        scores = judge(completions=completions, completion_ids=completion_ids, **given)
+    def score(
+        completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **given: Any
+    ) -> list[float | Exception | None]:
+        scores = judge.verdicts(completions=completions, completion_ids=completion_ids, **given)
         return [paid(one, len(ids)) for one, ids in zip(scores, completion_ids, strict=True)]
 
     _declare(score, "cosine_length", judge.columns_needed())
     score.check_rows = judge.check_rows  # type: ignore[attr-defined]
+    score.tolerant = all(part.tolerant for part in judge.components)  # type: ignore[attr-defined]
+    score.remote = any(asks_elsewhere(part) for part in judge.components)  # type: ignore[attr-defined]
+    (first, *others) = (unwrapped(part.function) for part in judge.components)
+    if hasattr(first, "golds") and not others:
+        score.golds = first.golds  # type: ignore[attr-defined]
     return score
 
 

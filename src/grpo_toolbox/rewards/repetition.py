@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.rewards.golds import charge_golds
 from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
 
 UNITS = ("tokens", "words")
@@ -40,6 +41,9 @@ def repetition_penalty(ngram: int = 3, max_penalty: float = -1.0, unit: str = "t
 
     score: Callable[..., list[float]] = score_tokens if unit == "tokens" else score_words
     score.__name__ = "repetition_penalty"
+    if max_penalty < 0:
+        golds = charge_golds("Six times seven is forty-two.", {"a loop": "again " * (ngram + 100)})
+        score.golds = golds  # type: ignore[attr-defined]
     return score
 
 

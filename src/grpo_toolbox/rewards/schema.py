@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_toolbox.errors import ConfigError, DataError, unknown_option
 from grpo_toolbox.rewards.answers import after_thinking
+from grpo_toolbox.rewards.schema_golds import schema_golds
 from grpo_toolbox.rewards.signatures import declare
 from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
 
@@ -45,7 +46,8 @@ def json_schema(
     if credit not in CREDITS:
         raise unknown_option("reward.credit", credit, CREDITS)
     wanted = dict(only or {})
-    allows = validator(closed(_read(schema)) if strict else _read(schema))
+    read = closed(_read(schema)) if strict else _read(schema)
+    allows = validator(read)
 
     def score(
         completions: Sequence[Any], log_metric: Any = None, log_extra: Any = None, **columns: Sequence[Any]
@@ -64,6 +66,13 @@ def json_schema(
 
     columns_needed = dict.fromkeys([*wanted, *([column] if credit == "fields" else [])])
     declare(score, "json_schema", ["completions", *columns_needed])
+    score.golds = schema_golds(  # type: ignore[attr-defined]
+        read,
+        allows,
+        lambda row: _document(row.get(column)),
+        lambda row: all(row.get(name) == value for name, value in wanted.items()),
+        exact=credit == "fields",
+    )
     if credit == "fields":
         score.check_rows = lambda rows: _check_golds(rows, column, wanted, allows)  # type: ignore[attr-defined]
     return score
@@ -100,6 +109,14 @@ def gold_document(gold: Any) -> dict[str, Any] | None:
     if not isinstance(document, Mapping):
         raise TypeError(f"the gold document {gold!r:.60} is no JSON object")
     return dict(document)
+
+
+def _document(gold: Any) -> dict[str, Any] | None:
+    """As `gold_document`, None also for what is no object."""
+    try:
+        return gold_document(gold)
+    except TypeError:
+        return None
 
 
 def field_share(document: Any, gold: Mapping[str, Any]) -> float:

@@ -67,7 +67,7 @@ def texts_for(part: Component, prompts: Sequence[Prompt], score: Score, compared
         golds = _read_golds(part, prompts, score, found.notes)
     if golds is not None:
         _add_golds(found, golds, prompts, compared)
-    must = REJECT if OWN in found.kinds else ""
+    must = REJECT if OWN in found.kinds and golds is not None and not golds.charges else ""
     found.kinds["empty text"] = (must, [(prompt, "") for prompt in prompts])
     asked = TOLERATED if must and compared else ""
     found.kinds["the prompt itself"] = (asked, [(prompt, last_message(prompt)) for prompt in prompts])

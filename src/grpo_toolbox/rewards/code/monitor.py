@@ -11,9 +11,13 @@ from typing import Any
 from grpo_toolbox.errors import ConfigError, unknown_option
 from grpo_toolbox.rewards.code.extraction import POLICIES, find_code
 from grpo_toolbox.rewards.code.hacks import KINDS, Hack, detect_hacks
+from grpo_toolbox.rewards.golds import charge_golds
 from grpo_toolbox.rewards.text import completion_text, without_stop_tokens
 
 log = logging.getLogger(__name__)
+
+_HONEST = "```python\ndef double(n):\n    return 2 * n\n```"
+_LEAVING = "```python\nimport os\ndef double(n):\n    os._exit(0)\n```"
 
 
 def hack_monitor(charge: float = 0.0, block: str = "last") -> Callable[..., list[float | None]]:
@@ -35,6 +39,8 @@ def hack_monitor(charge: float = 0.0, block: str = "last") -> Callable[..., list
         return [(-charge if acts else 0.0) if charge else None for acts in found]
 
     score.__name__ = "hack_monitor"
+    if charge:
+        score.golds = charge_golds(_HONEST, {"it leaves before it is asked": _LEAVING})  # type: ignore[attr-defined]
     return score
 
 
