@@ -106,7 +106,8 @@ def get_cosine_scaled_reward(
         completion_ids: Sequence[Sequence[int]],
         **kwargs: Any,
     ) -> Scored:
-        return inner(completions=completions, solution=solution, completion_ids=completion_ids)
+        scores = inner(completions=completions, solution=solution, completion_ids=completion_ids)
+        return [None if isinstance(one, Exception) else one for one in scores]
 
     return cosine_scaled_reward
 
