@@ -66,7 +66,6 @@ MISTYPED = {
     "trainer.max_steps=[1": "cannot read the override 'trainer.max_steps=[1': write key=value",
     "trainer.seed=0,1": "trainer.seed=0,1 is a sweep: add --multirun, or write trainer.seed=[0,1] for a list.",
     "~trainer.lr": "~trainer.lr: a setting cannot be taken out, only set: trainer.lr=….",
-    "trainer.name=trl": "trainer.name: this version has the built-in trainer only, no trl.",
     "--config-dir nowhere": "Additional config directory",
     "model.path=builtin:tinny": "model.path='builtin:tinny' is not an option: builtin:smollm2, builtin:tiny.",
     "data.path=nowhere.jsonl": "data.path='nowhere.jsonl': there is no such file.",

@@ -319,7 +319,6 @@ def test_options_give_way_to_a_function_that_was_named_elsewhere(
         ("advantage.eps", ["name"], "advantage.eps is not a setting. advantage has: name."),
         ("callbacks.wandb.mode", [], "callbacks.wandb is switched off (null), so mode has no place: write +callbacks"),
         ("xyzzy", ["model"], "xyzzy is not a setting. `toolbox train --help` lists groups and keys."),
-        ("trainer.name", ["max_steps"], "trainer.name: this version has the built-in trainer only, no trl."),
         ("launcher.gpus_per_node", [], "launcher: there are no launchers in this version."),
     ],
 )

@@ -80,6 +80,7 @@ HOW_TO_RUN = (
     ),
     (r"toolbox train callbacks=(tensorboard|trackio|wandb)", COMPOSE + "tests/test_callbacks_loggers.py runs them"),
     (r"toolbox train", SHORT),
+    (r"toolbox compare-backends", SKIP + "tests/test_compare_backends.py trains with both"),
     (r"toolbox (traces|memory|models list|reward check)", ""),
     (r"toolbox models get", SKIP + "93 MB; a slow test fetches them"),
     (r"pip install", SKIP + "the tests run in what it makes"),

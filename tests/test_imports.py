@@ -40,7 +40,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 ROOMS_OF = {
     "torch": None,  # checked below, by what importing a module loads
-    "transformers": {"engines/hf.py", "models/attention.py"},
+    "transformers": {"engines/hf.py", "models/attention.py", "backends/trl_steps.py"},
     "hydra": {"cli/overrides.py"},
     "omegaconf": {"api/translate.py", "cli/overrides.py", "config/schema.py", "config/typed.py"},
     "rich": {"callbacks/display.py", "callbacks/screen.py"},
@@ -68,7 +68,7 @@ WITHOUT_TORCH = (
     *("config.inputs", "config.folder", "config.fields", "api.configs", "api.translate"),
     *("engines.server",),
     *("cli.main", "cli.train", "cli.verify", "cli.traces", "cli.memory", "cli.models"),
-    *("cli.reward", "cli.rescore"),
+    *("cli.reward", "cli.rescore", "cli.compare_backends", "backends.compare", "backends.trl_config"),
     *("cli.help", "cli.overrides", "cli.compose"),
 )
 

@@ -45,7 +45,7 @@ def _steps(run: Run, stop: GracefulStop) -> None:
         with stop.protect():
             with clock("update"):
                 updated = update(run, batch, number)
-            _refresh_reference(run, number)
+            refresh_reference(run, number)
             run.source.sync(run, number, clock)
             seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
             metrics = seen | updated | clock.metrics(learnt.rollouts)
@@ -98,7 +98,8 @@ def _settled() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _refresh_reference(run: Run, number: int) -> None:
+def refresh_reference(run: Run, number: int) -> None:
+    """Take the policy over into the reference after step `number` where `reference_every` says so."""
     if run.reference is not None and run.reference_every and number % run.reference_every == 0:
         run.reference.refresh(run.policy, run.reference_mix)
         if run.reference_resets_optimizer:

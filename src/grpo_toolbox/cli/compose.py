@@ -65,6 +65,8 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
             if own is not None:
                 store.store(group="experiment", name=RESUMED, node=own, package="_global_", provider="grpo_toolbox")
                 overrides += [f"experiment={RESUMED}", *(f"~{group}" for group in OPEN_GROUPS)]
+            else:
+                overrides = _with_method(overrides)
             with _process_state(_command_line(args, overrides, scratch)):
                 hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
         except Exception as error:  # Hydra's, OmegaConf's, YAML's
@@ -84,6 +86,13 @@ def readable(override: str) -> str:
             escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
             return f"{key}='{escaped}'"
     return override
+
+
+def _with_method(overrides: list[str]) -> list[str]:
+    """Have `trainer.algorithm=rloo` alone mean the method, too: an experiment's own is not what TRL's RLOO can do."""
+    if "trainer.algorithm=rloo" in overrides and not keys(overrides) & {"method", "advantage", "objective"}:
+        return [*overrides, "method=rloo"]
+    return overrides
 
 
 def _check_sweep(overrides: Sequence[str]) -> None:

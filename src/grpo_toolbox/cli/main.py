@@ -11,6 +11,7 @@ from grpo_toolbox.errors import ToolboxError, suggest
 
 COMMANDS = {
     "train": "train a model: compose a run from YAML and overrides, and run it",
+    "compare-backends": "train a run with the toolbox's trainer and with TRL's, side by side",
     "verify": "check a run's gradients, log-probs, masks and grader on its own model and data",
     "reward": "check a run's reward on right and wrong answers, without a model",
     "traces": "summarise a run's rollouts: rewards, solve rates, lengths, repeats; re-score them",
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {name:<8} {about}" for name, about in COMMANDS.items())))
+        print(HELP.format(commands="\n".join(f"  {name:<16} {about}" for name, about in COMMANDS.items())))
         return 0
     if arguments[0] == "--version":
         from grpo_toolbox import __version__
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        return int(importlib.import_module(f"grpo_toolbox.cli.{command}").run(rest))
+        return int(importlib.import_module(f"grpo_toolbox.cli.{command.replace('-', '_')}").run(rest))
     except ToolboxError as error:
         print(f"toolbox {command}: {error}", file=sys.stderr)
         return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.allocator import reuse_freed_memory
@@ -83,18 +84,32 @@ def _train(checked: tuple[RunConfig, dict[str, Any]]) -> int:
     from grpo_toolbox.interrupts import GracefulStop
 
     config, plain = checked
+    if config.trainer.name == "trl":
+        from grpo_toolbox.backends.trl_config import check_trl
+
+        check_trl(config)
     inputs = check_inputs(config)
     with GracefulStop(), claim_run_dir(config, plain) as info:
         from transformers.utils import logging as transformers_logging
 
-        from grpo_toolbox.config.build import build_run
-        from grpo_toolbox.trainer import train
-
+        build, train = _backend(config)
         if not sys.stderr.isatty():  # a bar draws itself anew with control characters, which a file would keep
             transformers_logging.disable_progress_bar()
-        built = build_run(config, inputs, info)
+        built = build(config, inputs, info)
         transformers_logging.disable_progress_bar()  # the display shows progress; saving a checkpoint needs no bar
         if info.first_step > 1:
             write_config(info)
         summary = train(built)
     return SIGNAL_EXIT + int(summary["interrupted"]) if summary["interrupted"] else 0
+
+
+def _backend(config: RunConfig) -> tuple[Callable[..., Any], Callable[[Any], dict[str, float]]]:
+    """Return what builds the run, and what trains it."""
+    if config.trainer.name == "trl":
+        from grpo_toolbox.backends.trl import build_trl_run, train_on_trl
+
+        return build_trl_run, partial(train_on_trl, config)
+    from grpo_toolbox.config.build import build_run
+    from grpo_toolbox.trainer import train
+
+    return build_run, train

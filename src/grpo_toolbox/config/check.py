@@ -16,6 +16,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "rollout.engine": ("local", "hf", "vllm", "sglang", "http"),
     "rollout.async.in_flight": ("none", "keep", "recompute"),
     "rollout.async.on_stale": ("drop", "mask"),
+    "trainer.name": ("toolbox", "trl"),
     "trainer.schedule": tuple(SCHEDULES),
     "trainer.optimizer": ("adamw", "adamw_8bit"),
     "trainer.precision": ("auto", "float32", "bfloat16"),
@@ -97,6 +98,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"trainer.seed={config.trainer.seed} must be a whole number of 64 bits.")
     _check_sampling(config)
     addresses(config.rollout.server.urls)
+    if config.trainer.algorithm is not None and config.trainer.name != "trl":
+        raise ConfigError(
+            f"trainer.algorithm={config.trainer.algorithm} is for trainer.name=trl; else algorithms are composed of "
+            "advantage= and objective=, or by method=, see `toolbox train --help`."
+        )
     for key in ("name", "run_dir", "resume"):
         value = getattr(config, key)
         if value is not None and not value.strip():

@@ -12,10 +12,6 @@ TOP_KEYS = tuple(name for name, _, _, _ in schema_keys("RunConfig"))
 MANY = 12
 """A list of more names than this says less than the nearest one."""
 OTHER_PARTS = {
-    "trainer.name": "trainer.name: this version has the built-in trainer only, no trl. Leave trainer.name out.",
-    "trainer.algorithm": (
-        "trainer.algorithm: algorithms are composed of advantage= and objective= here, see `toolbox train --help`."
-    ),
     "reward.heldout": (
         "reward.heldout is one value: reward.heldout=my_module:my_fn, or with options "
         "'reward.heldout={name: exact_match, extract: boxed}'."

@@ -218,6 +218,10 @@ class CriticConfig:
 class TrainerConfig:
     """The loop and the optimizer."""
 
+    name: str = "toolbox"
+    """toolbox, or trl: TRL's trainer with the same config."""
+    algorithm: str | None = None
+    """With trainer.name=trl: grpo or rloo; null: rloo where advantage=rloo, else grpo."""
     max_steps: int = 100
     """Batches of rollouts to train on."""
     seed: int = 0

@@ -19,13 +19,13 @@ class Reference:
 
     With full fine-tuning it is a frozen copy. With LoRA it is the policy with its adapter switched off, which costs no
     memory and is the model as it was loaded even when built later; once reset, it is a copy of the adapter on the same
-    base weights.
+    base weights. `net` is given where another library holds the reference's model.
     """
 
-    def __init__(self, policy: torch.nn.Module) -> None:
+    def __init__(self, policy: torch.nn.Module, net: torch.nn.Module | None = None) -> None:
         self._policy: Any = policy
         self._adapted = has_adapter(policy)
-        self._net: Any = None if self._adapted else frozen_copy(policy)
+        self._net: Any = net if net is not None else None if self._adapted else frozen_copy(policy)
         self._refreshed = False
 
     @contextmanager

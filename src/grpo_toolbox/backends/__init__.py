@@ -1,0 +1,1 @@
+"""The same config on other trainers."""
