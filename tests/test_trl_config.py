@@ -69,7 +69,7 @@ def homes(key: str) -> list[str]:
 
 
 def test_every_key_has_a_home() -> None:
-    containers = {*groups(), "model.lora", "data.columns", "rollout.server"}
+    containers = {*groups(), "model.lora", "data.columns", "rollout.server", "rollout.async"}
     keys = [key for key in known_keys() if key not in containers]
     assert len(keys) > 150
     homeless = [key for key in keys if not homes(key)]
@@ -151,6 +151,7 @@ REFUSALS = {
     ("objective.kl=k1",): "objective.kl=k1 cannot run on TRL: ",
     ("objective.kl_in=reward", "advantage=group_relative"): "objective.kl_in=reward cannot run on TRL: ",
     ("objective.kl_target=0.1",): "objective.kl_target=0.1 cannot run on TRL: ",
+    ("rollout.async.enabled=true",): "rollout.async.enabled=true cannot run on TRL: ",
     ("rollout.engine=sglang",): "rollout.engine=sglang cannot run on TRL: ",
     ("rollout.engine=vllm", "rollout.server.urls=[http://a:1,http://b:1]"): "rollout.server.urls=",
     ("rollout.engine=vllm", "rollout.server.model=mine"): "rollout.server.model=mine cannot run on TRL: ",

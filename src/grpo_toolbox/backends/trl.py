@@ -30,6 +30,7 @@ from grpo_toolbox.interrupts import GracefulStop
 from grpo_toolbox.models.load import Reference, has_adapter, load_model, load_tokenizer, stop_token_ids
 from grpo_toolbox.models.paths import resolve_model_path
 from grpo_toolbox.run import Run
+from grpo_toolbox.source import Synchronous
 from grpo_toolbox.trainer import conduct
 from grpo_toolbox.types import Prompt, RunInfo
 
@@ -61,6 +62,7 @@ def build_trl_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     if run.pending:
         log.warning("resume: the rollouts that were left of a generation are dropped; TRL samples new ones.")
         run.pending.clear()
+    run.source = Synchronous()  # what a run had made in the background is dropped, too
     return run
 
 

@@ -70,7 +70,7 @@ def value_of(config: RunConfig, key: str) -> Any:
     """Return what a dotted key is set to; None for an option that the run's advantage or objective does not have."""
     value: Any = config
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+        value = value.get(part) if isinstance(value, dict) else getattr(value, {"async": "async_"}.get(part, part))
     return value
 
 

@@ -81,6 +81,9 @@ PLAIN = (
 
 IDLE: Mapping[str, str] = {
     "critic": "only advantage=gae has a critic",
+    "rollout.async.max_staleness": "it belongs to rollout.async.enabled",
+    "rollout.async.in_flight": "it belongs to rollout.async.enabled",
+    "rollout.async.on_stale": "it belongs to rollout.async.enabled",
     "rollout.server.outage_timeout_s": "TRL does not wait for a server that has gone",
     "rollout.server.request_timeout_s": "TRL waits for a completion as long as it takes",
     "rollout.server.retries": "TRL asks five times",
@@ -100,6 +103,7 @@ IDLE: Mapping[str, str] = {
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
     "rollout.dynamic_sampling": (False, "TRL samples every prompt once"),
+    "rollout.async.enabled": (False, "TRL samples and trains by turns"),
     "rollout.server.model": (None, "TRL takes the one model that the server has"),
     "rollout.server.api_key_env": (None, "TRL sends no key"),
     "objective.kl_target": (None, "TRL's beta does not move"),

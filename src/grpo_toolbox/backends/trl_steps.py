@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from grpo_toolbox.checkpoint import restore_rng
+from grpo_toolbox.clock import Clock, tokens_of
 from grpo_toolbox.config.fields import METRIC_MAP
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.experience import take
@@ -19,7 +20,7 @@ from grpo_toolbox.interrupts import GracefulStop
 from grpo_toolbox.metrics import step_metrics
 from grpo_toolbox.rewards import HeldOutScoring, Scoring, TrainerState
 from grpo_toolbox.run import Experience, Run
-from grpo_toolbox.trainer import Clock, begin, evaluate_when_due, finish, refresh_reference, report, save_when_due
+from grpo_toolbox.trainer import begin, evaluate_when_due, finish, refresh_reference, report, save_when_due
 from grpo_toolbox.types import Prompt, Rollout, Step
 
 FROM_TRL = {ours: theirs for ours, theirs in METRIC_MAP.items() if not ours.startswith(("eval/", "time/"))}
@@ -183,7 +184,7 @@ class Steps(TrainerCallback):
     def _finish(self, learnt: Experience) -> None:
         run, number = self._run, self._run.finished + 1
         refresh_reference(run, number)
-        run.engine.sync()
+        run.source.sync(run, number, self._generation.clock)
         seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
         metrics = trl_metrics(self._logs) | seen | _seconds(self._generation.clock, learnt)
         metrics |= run.observe(metrics, completions=len(learnt.rollouts))
@@ -212,5 +213,6 @@ def trl_metrics(logs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _seconds(clock: Clock, learnt: Experience) -> dict[str, float]:
     """Return the step's times; whatever is neither sampling nor scoring is the update."""
     found = clock.metrics(learnt.rollouts)
-    spent = found.get("time/rollout", 0.0) + found.get("time/reward", 0.0)
-    return found | {"time/update": found["time/step"] - spent, "rows_trained": float(len(learnt.rollouts))}
+    update = found["time/step"] - found.get("time/rollout", 0.0) - found.get("time/reward", 0.0)
+    found |= {"time/update": update, "tokens_per_s/update": tokens_of(learnt.rollouts) / update}
+    return found | {"rows_trained": float(len(learnt.rollouts))}
