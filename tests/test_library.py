@@ -177,6 +177,21 @@ def test_older_and_other_fields_reach_their_keys() -> None:
     assert made.trainer.micro_batch_tokens == 2048
 
 
+def test_vllm_is_a_server_or_the_engine_of_this_process() -> None:
+    args = GRPOConfig(use_vllm=True, vllm_mode="server", vllm_server_port=9000, vllm_server_timeout=5.0)
+    made = run_config(args)
+    assert (made.rollout.engine, made.rollout.server.urls) == ("vllm", ["http://127.0.0.1:9000"])
+    assert made.rollout.server.start_timeout_s == 5.0
+    correction = {key: made.objective[key] for key in ("correction", "correction_min", "correction_max")}
+    assert correction == {"correction": "sequence_mask", "correction_min": 0.0, "correction_max": 3.0}
+    plain = run_config(GRPOConfig(use_vllm=True, vllm_mode="server", vllm_importance_sampling_correction=False))
+    assert plain.objective["correction"] == "none"
+    there = GRPOConfig(use_vllm=True)
+    here, _, _, notes = translate(there, model={"model.path": "builtin:tiny"}, rows=10, evaluates=False)
+    assert here.rollout.engine == "local"
+    assert "in the trainer's process by rollout.engine=local" in notes[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -210,7 +225,7 @@ def test_what_cannot_be_had_names_what_to_use(fields: dict[str, Any], words: str
         ({"overrides": {"rollout.dynamic": True}}, "Did you mean rollout.dynamic_sampling?"),
         ({"num_generations": 0}, "whole number of at least 1"),
         ({"temperature": 0.0}, "greedy"),
-        ({"use_vllm": True}, "use_vllm"),
+        ({"use_vllm": True, "vllm_mode": "servers"}, "Did you mean server?"),
     ],
 )
 def test_values_that_cannot_work_name_what_to_use(fields: dict[str, Any], words: str) -> None:

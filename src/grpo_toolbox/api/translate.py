@@ -74,7 +74,7 @@ def translate(
         "trainer.max_steps": pace.own(pace.steps),
     }
     keys |= _schedule(args, pace) | _rhythm(args, pace, evaluates) | _callbacks(args, pace) | _data(args, notes)
-    keys |= objective_keys(args, notes) | advantage_keys(args) | vllm_keys(args) | model_keys(args) | dict(model)
+    keys |= objective_keys(args, notes) | advantage_keys(args) | vllm_keys(args, notes) | model_keys(args) | dict(model)
     keys["run_dir"] = args.output_dir or DEFAULT_FOLDER
     keys["name"] = _of(args, "run_name") or Path(keys["run_dir"]).expanduser().resolve().name
     config, plain = _typed(keys | _overrides(args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_toolbox.errors import ConfigError, unknown_option
+from grpo_toolbox.errors import unknown_option
 
 CLIPPED = {
     "dapo": "token_mean",
@@ -79,17 +79,29 @@ def advantage_keys(args: Any) -> dict[str, Any]:
     return _under("advantage", {"name": SCALES[scale], **options})
 
 
-def vllm_keys(args: Any) -> dict[str, Any]:
-    """Return the engine, and the correction for what it rounds otherwise than the trainer."""
+def vllm_keys(args: Any, notes: list[str]) -> dict[str, Any]:
+    """Return the engine, and the correction for a sampler that rounds otherwise than the trainer."""
     if not args.use_vllm:
         return {}
-    raise ConfigError(
-        "use_vllm=True: this version samples in the trainer's process alone, each prompt prefilled once for its group. "
-        "Leave use_vllm out."
-    )
+    if args.vllm_mode == "colocate":
+        notes.append(
+            "use_vllm=True with vllm_mode='colocate': completions are sampled in the trainer's process by "
+            "rollout.engine=local, on the trainer's own weights, each prompt prefilled once for its group; vLLM's own "
+            "settings have no effect on it. vllm_mode='server' samples by vLLM."
+        )
+        return {"rollout.engine": "local"}
+    if args.vllm_mode != "server":
+        raise unknown_option("vllm_mode", args.vllm_mode, ("colocate", "server"))
+    host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
+    return {
+        "rollout.engine": "vllm",
+        "rollout.server.urls": [args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"],
+        "rollout.server.start_timeout_s": args.vllm_server_timeout,
+        **_correction_keys(args),
+    }
 
 
-def correction_keys(args: Any) -> dict[str, Any]:
+def _correction_keys(args: Any) -> dict[str, Any]:
     """Return the correction of the ratio between trainer and sampler; None as a bound is none."""
     if args.algorithm == "rloo" or not args.vllm_importance_sampling_correction:
         return {"objective.correction": "none"}

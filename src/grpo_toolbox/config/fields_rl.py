@@ -11,7 +11,8 @@ NO_PADDING = "nothing is padded"
 BATCHES_CONTINUOUSLY = "the engine in this process decodes so by itself"
 TOOLS_LATER = "nothing yet: tools and environments come later"
 PICTURES_LATER = "pictures come later"
-SERVER = "the server decides: set it where vLLM is started"
+SERVER = "how weights travel is the engine's own business"
+OWN_ENGINE = "a server is told where it is started, and colocated the engine of this process takes vLLM's place"
 
 
 def _zero(value: float | None) -> float:
@@ -69,24 +70,26 @@ RL_FIELDS: tuple[Field, ...] = (
         "get_repetition_penalty_reward: tokens drawn with a penalty are not the policy's own",
     ),
     accepted("cache_implementation", Text, None, "the engine has a cache of its own"),
-    joint("use_vllm", bool, False, "rollout.engine"),
-    joint("vllm_mode", str, "colocate", "rollout.engine"),
-    refused("vllm_model_impl", str, "vllm", "vLLM's own choice"),
-    joint("vllm_enable_sleep_mode", bool, False, "rollout.engine"),
+    joint("use_vllm", bool, False, "rollout.engine", "with vllm_mode"),
+    joint(
+        "vllm_mode", str, "colocate", "rollout.engine", "server: vllm; colocate: local, which samples in this process"
+    ),
+    accepted("vllm_model_impl", str, "vllm", OWN_ENGINE),
+    accepted("vllm_enable_sleep_mode", bool, False, OWN_ENGINE),
     refused(
         "vllm_structured_outputs_regex",
         Text,
         None,
         "a format reward: tokens drawn under a constraint are not the policy's own",
     ),
-    joint("vllm_server_base_url", Text, None, "rollout.engine"),
-    joint("vllm_server_host", str, "0.0.0.0", "rollout.engine"),
-    joint("vllm_server_port", int, 8000, "rollout.engine"),
-    joint("vllm_server_timeout", float, 240.0, "rollout.engine"),
-    joint("vllm_group_port", int, 51216, "rollout.engine"),
-    joint("vllm_gpu_memory_utilization", float, 0.3, "rollout.engine"),
-    joint("vllm_max_model_length", int | None, None, "rollout.engine"),
-    joint("vllm_tensor_parallel_size", int, 1, "rollout.engine"),
+    joint("vllm_server_base_url", Text, None, "rollout.server.urls"),
+    joint("vllm_server_host", str, "0.0.0.0", "rollout.server.urls"),
+    joint("vllm_server_port", int, 8000, "rollout.server.urls"),
+    joint("vllm_server_timeout", float, 240.0, "rollout.server.start_timeout_s"),
+    accepted("vllm_group_port", int, 51216, SERVER),
+    accepted("vllm_gpu_memory_utilization", float, 0.3, OWN_ENGINE),
+    accepted("vllm_max_model_length", int | None, None, OWN_ENGINE),
+    accepted("vllm_tensor_parallel_size", int, 1, OWN_ENGINE),
     direct("beta", float, 0.0, "objective.beta", "GRPO's in the loss, RLOO's in the reward", rloo_default=0.05),
     direct("num_iterations", int, 1, "trainer.ppo_epochs"),
     joint("epsilon", float, 0.2, "objective.clip_eps"),
