@@ -130,8 +130,9 @@ def test_every_command_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_every_example_in_python_holds(page: str) -> None:
+def test_every_example_in_python_holds(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page run one after the other, as a reader would paste them; their asserts are the facts."""
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "page"}
     for body in blocks(page, "python"):
         exec(compile(body, page, "exec"), namespace)

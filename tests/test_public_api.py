@@ -13,7 +13,8 @@ from grpo_toolbox.config.fields import fields_of
 
 MADE_OF = (
     "model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, processing_class=None, "
-    "reward_processing_classes=None, callbacks=None, optimizers=(None, None), quantization_config=None, peft_config=None"
+    "reward_processing_classes=None, callbacks=None, optimizers=(None, None), quantization_config=None, "
+    "peft_config=None"
 )
 GRPO_ONLY = ", tools=None, rollout_func=None, environment_factory=None"
 METHODS = {
