@@ -29,7 +29,7 @@ def critic(**settings: Any) -> Critic:
     """A critic in float64 whose head no longer is zero."""
     made = Critic(small_llama(), CriticSettings(**{"lr": 1e-2, **settings}), CPU)
     with torch.no_grad():
-        made._head.weight.copy_(torch.linspace(-1, 1, 16, dtype=torch.float64))
+        made.parts["head"].weight.copy_(torch.linspace(-1, 1, 16, dtype=torch.float64))
     return made
 
 
@@ -63,7 +63,7 @@ def test_values_are_read_where_the_token_before_stands(packed: bool, tokens: int
         prompt = batch.prompts[group]
         with torch.no_grad():
             hidden = made._model.model(input_ids=torch.tensor([[*prompt, *ids]])).last_hidden_state[0]
-            expected = made._head(hidden[len(prompt) - 1 : -1]).squeeze(-1)
+            expected = made.parts["head"](hidden[len(prompt) - 1 : -1]).squeeze(-1)
         torch.testing.assert_close(values[row, : len(ids)], expected.float(), atol=1e-6, rtol=1e-6)
         assert torch.equal(values[row, len(ids) :], torch.zeros(6 - len(ids)))
 

@@ -88,7 +88,7 @@ NOW = OLD + torch.tensor([[0.5, 0.9, 1.1, 1.6], [0.6, 0.95, 1.4, 1.0]], dtype=to
 REFERENCE = NOW + torch.tensor([[0.3, -0.4, 0.1, 1.2], [-2.0, 0.05, 0.7, 0.0]], dtype=torch.float64)
 PER_ROW = torch.tensor([[1.3], [-0.8]], dtype=torch.float64)
 PER_TOKEN = torch.tensor([[1.3, -0.2, 0.4, 2.0], [-0.8, 0.6, -1.1, 0.0]], dtype=torch.float64)
-COUNTS = Denominators(sequences=3, tokens=11, length=8)  # of the step, of which these rows are a part
+COUNTS = Denominators(3, 11, 8, torch.tensor([[3.0], [4.0]]))  # of the step, of which these rows are a part
 
 
 def _loss(objective: Objective, logps: Tensor, advantages: Tensor = PER_ROW, **changes: Tensor) -> Tensor:
@@ -113,6 +113,10 @@ def test_every_registered_surrogate_is_differentiated_here():
 WEIGHTS = {
     "seq_mean_token_mean": [[1 / 12], [1 / 9]],  # 1/(3·4), 1/(3·3)
     "token_mean": [[1 / 11], [1 / 11]],
+    "prompt_mean": [
+        [1 / 9],
+        [1 / 12],
+    ],  # 1/(3·3), 1/(3·4), for prompts whose completions have 3 and 4 tokens on average
     "seq_mean_token_sum": [[1 / 3], [1 / 3]],
     "constant": [[1 / 24], [1 / 24]],  # 1/(3·8)
 }
@@ -254,7 +258,7 @@ def test_case_e04_2_all_rows_masked():
             logps=logps,
             advantages=PER_ROW,
             mask=torch.zeros_like(MASK),
-            denominators=Denominators(2, 0, 4),
+            denominators=Denominators(2, 0, 4, torch.zeros(2, 1)),
             old_logps=OLD,
             ref_logps=REFERENCE,
         )

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from command_line import Result, toolbox
+from grpo_toolbox import critic as critics
 from grpo_toolbox import experience, objectives, update
-from grpo_toolbox import verify as verifying
+from grpo_toolbox.batch import micro_batches
 from grpo_toolbox.config import build
+from grpo_toolbox.critic import Critic
 from grpo_toolbox.measure import draw_sample
 from grpo_toolbox.models import forward
 from grpo_toolbox.models.forward import eval_mode
@@ -28,7 +30,9 @@ from grpo_toolbox.rewards.component import Component
 from grpo_toolbox.rewards.selftest import Trial, try_grader
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Prompt
-from grpo_toolbox.verify import CHECKS, Finding, look, verify
+from grpo_toolbox.verify import CHECKS, look, verify
+from grpo_toolbox.verify import loss as losses
+from grpo_toolbox.verify.finding import Finding
 from toolbox_runs import SMALL, built_run, differences
 
 Patch = pytest.MonkeyPatch
@@ -108,7 +112,8 @@ def test_what_does_not_apply_is_skipped_and_says_why() -> None:
     assert "no part of the reward compares with the data" in lines
     assert "there is none: objective.kl_in is loss, or beta 0" in lines
     assert "there are none: every rollout is trained once" in lines
-    assert lines.count("skipped") == 5
+    assert "there is none: the advantage asks for no values" in lines
+    assert lines.count("skipped") == 6
     assert "no row is skipped: each has a KL or a bonus" in verified("objective.beta=0.1").out
 
 
@@ -119,6 +124,12 @@ def wrap(patch: Patch, module: Any, name: str, wrong: Callable[..., Any]) -> Non
     """Let `module.name(*args)` be `wrong(right, *args)`."""
     right = getattr(module, name)
     patch.setattr(module, name, lambda *args, **options: wrong(right, *args, **options))
+
+
+def wrap_method(patch: Patch, owner: type, name: str, wrong: Callable[..., Any]) -> None:
+    """Let `owner().name(*args)` be `wrong(right, owner(), *args)`."""
+    right = getattr(owner, name)
+    patch.setattr(owner, name, lambda self, *args: wrong(right, self, *args))
 
 
 def denominators_of_the_micro_batch(patch: Patch, run: Run) -> None:
@@ -248,7 +259,7 @@ def later_portions_have_the_log_probs_of_other_rows(patch: Patch, run: Run) -> N
         batch = right(run, learnt)
         return replace(batch, old_logps=batch.old_logps.flip(0)) if learnt.off_policy else batch
 
-    wrap(patch, verifying, "batch_of", wrong)
+    wrap(patch, losses, "batch_of", wrong)
 
 
 def kl_of_the_token_before(patch: Patch, run: Run) -> None:
@@ -277,6 +288,22 @@ def advantages_of_other_rows(patch: Patch, run: Run) -> None:
 
 def nan_gets_through_the_mask(patch: Patch, run: Run) -> None:
     patch.setattr(objectives, "masked", lambda values, mask: values * mask)
+
+
+def critic_of_the_micro_batch(patch: Patch, run: Run) -> None:
+    def wrong(right: Any, self: Any, batch: Any, tokens: int) -> Any:
+        losses = [right(self, batch.select(rows), tokens) for rows in micro_batches(batch, range(len(batch)), tokens)]
+        return [sum(one) for one in zip(*losses, strict=True)]
+
+    wrap_method(patch, Critic, "backward", wrong)
+
+
+def critic_whose_decoder_never_learns(patch: Patch, run: Run) -> None:
+    wrap(patch, critics, "completion_hidden", lambda right, *args, **options: right(*args, **options).detach())
+
+
+def critic_that_reads_the_token_itself(patch: Patch, run: Run) -> None:
+    wrap(patch, critics, "spread", lambda right, values, batch: right(values.roll(-1), batch))
 
 
 def grader_that_finds_nothing(patch: Patch, run: Run) -> None:
@@ -318,6 +345,9 @@ BUGS: list[tuple[Plant, list[str], set[str]]] = [
     (kl_without_its_weight, ["method=reinforce_pp"], {"KL in the reward"}),
     (kl_that_the_estimator_does_not_see, ["method=rloo"], {"KL in the reward"}),
     (reference_that_is_the_policy, ["method=rloo"], {"reference"}),
+    (critic_of_the_micro_batch, ["method=ppo"], {"critic"}),
+    (critic_whose_decoder_never_learns, ["method=ppo"], {"critic"}),
+    (critic_that_reads_the_token_itself, ["method=ppo"], {"critic"}),
     (grader_that_finds_nothing, [], {"grader"}),
     (grader_that_accepts_anything, [], {"grader"}),
     (nothing, ["reward.extract=regex", r"reward.pattern='= *(\d+) *eggs'"], {"grader"}),
@@ -379,7 +409,7 @@ def test_what_a_failure_means_stands_below_the_table(monkeypatch: Patch) -> None
     monkeypatch.setattr(exact, "without_stop_tokens", lambda text: "")
     *_, meaning, last = verified().out.splitlines()
     assert meaning.startswith("grader: the reward does not tell right answers from wrong ones")
-    assert last == "14 checks, 1 failed: grader"
+    assert last == "15 checks, 1 failed: grader"
 
 
 def test_a_failure_is_explained(monkeypatch: Patch) -> None:

@@ -52,12 +52,12 @@ class Critic:
         self._model: Any = model
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         config: Any = model.config
-        self._head = nn.Linear(config.get_text_config().hidden_size, 1, device=device, dtype=dtype)
-        nn.init.zeros_(self._head.weight)
-        nn.init.zeros_(self._head.bias)
-        self._optimizer = torch.optim.AdamW(
-            list(self._parameters().values()), lr=settings.lr, weight_decay=0.0, fused=True
-        )
+        head = nn.Linear(config.get_text_config().hidden_size, 1, device=device, dtype=dtype)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.parts = nn.ModuleDict({"decoder": decoder(model), "head": head})
+        """What is trained; the output head of the language model is not."""
+        self._optimizer = torch.optim.AdamW(self.parts.parameters(), lr=settings.lr, weight_decay=0.0, fused=True)
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -71,29 +71,35 @@ class Critic:
 
     def update(self, batch: Batch, number: int, epochs: int) -> dict[str, float]:
         """Take `epochs` optimizer steps towards the batch's returns and return the metrics of step `number`."""
+        taught = _taught(batch)
+        if not taught.any():
+            return {}
         assert batch.values is not None
         assert batch.returns is not None
-        taught = batch.mask & ~batch.returns.isnan()
-        tokens = int(taught.sum())
-        if not tokens:
-            return {}
-        rows = taught.any(dim=1).nonzero().squeeze(1).tolist()
-        parts = micro_batches(batch, rows, self.settings.micro_batch_tokens)
-        micros = [batch.select(part).to(self._device) for part in parts]
         self._model.train()
         loss, clipped, norm = 0.0, 0.0, 0.0
         for _ in range(epochs):
-            for micro in micros:
-                part, held = self._losses(micro)
-                (part / tokens).backward()
-                loss += float(part.detach()) / tokens
-                clipped += float(held) / tokens
+            once, held = self.backward(batch, self.settings.micro_batch_tokens)
+            loss, clipped = loss + once, clipped + held
             norm = self._step(loss, number)
         return _fit(batch.values[taught], batch.returns[taught]) | {
             "critic/loss": loss / epochs,
             "critic/clip_fraction": clipped / epochs,
             "critic/grad_norm": norm,
         }
+
+    def backward(self, batch: Batch, micro_batch_tokens: int) -> tuple[float, float]:
+        """Add the gradient of the mean loss over a batch's taught tokens; return that loss and the share clipped."""
+        taught = _taught(batch)
+        tokens = int(taught.sum())
+        rows = taught.any(dim=1).nonzero().squeeze(1).tolist()
+        loss, clipped = 0.0, 0.0
+        for part in micro_batches(batch, rows, micro_batch_tokens):
+            total, held = self._losses(batch.select(part).to(self._device))
+            (total / tokens).backward()
+            loss += float(total.detach()) / tokens
+            clipped += float(held) / tokens
+        return loss, clipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
@@ -106,27 +112,26 @@ class Critic:
             self._optimizer.load_state_dict(state["optimizer"])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return what is trained, by name; the output head of the language model is not."""
-        body = {f"decoder.{name}": value for name, value in decoder(self._model).named_parameters()}
-        return body | {f"head.{name}": value for name, value in self._head.named_parameters()}
+        return dict(self.parts.named_parameters())
 
     def _forward(self, micro: Batch) -> Tensor:
         with autocast(self._device, self.settings.autocast):
             hidden = completion_hidden(self._model, micro, packed=self.settings.packed)
-        return spread(self._head(hidden.to(self._head.weight.dtype)).squeeze(-1), micro)
+        head: Any = self.parts["head"]
+        return spread(head(hidden.to(head.weight.dtype)).squeeze(-1), micro)
 
     def _losses(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of a micro-batch's losses, and the number of clipped tokens."""
         assert micro.values is not None
         assert micro.returns is not None
-        taught = micro.mask & ~micro.returns.isnan()
+        taught = _taught(micro)
         loss, held = value_loss(
             self._forward(micro)[taught], micro.returns[taught], micro.values[taught], self.settings.clip
         )
         return loss.sum(), held.sum()
 
     def _step(self, loss: float, number: int) -> float:
-        parameters = list(self._parameters().values())
+        parameters = list(self.parts.parameters())
         norm = float(nn.utils.clip_grad_norm_(parameters, self.settings.max_grad_norm))
         if not (abs(loss) < float("inf") and norm < float("inf")):
             self._optimizer.zero_grad(set_to_none=True)
@@ -138,6 +143,12 @@ class Critic:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
+
+
+def _taught(batch: Batch) -> Tensor:
+    """Return (B, T) True where the policy wrote a token and there is something to learn."""
+    assert batch.returns is not None
+    return batch.mask & ~batch.returns.isnan()
 
 
 def _fit(values: Tensor, returns: Tensor) -> dict[str, float]:
