@@ -44,7 +44,7 @@ def theirs(trainer: Any, parts: Sequence[Sequence[int]], **columns: Tensor) -> R
     return _with_gradients(loss, logps, entropy)
 
 
-def ours(options: dict[str, Any], rows: Sequence[int] = range(ROWS), **columns: Tensor) -> Result:
+def ours(options: dict[str, Any], rows: Sequence[int] = range(ROWS), mask: Tensor = MASK, **columns: Tensor) -> Result:
     """Build the objective (`name` is its surrogate's) and apply it to `rows`, which are the whole step."""
     chosen, options = list(rows), dict(options)
     objective = build_objective(OBJECTIVES[options.pop("name", "clipped")], **options)
@@ -54,8 +54,8 @@ def ours(options: dict[str, Any], rows: Sequence[int] = range(ROWS), **columns: 
         logps=logps[chosen],
         entropy=entropy[chosen],
         advantages=ADVANTAGES[chosen].unsqueeze(1),
-        mask=MASK[chosen],
-        denominators=Denominators(len(chosen), float(MASK[chosen].sum()), objective.length or MAX_TOKENS),
+        mask=mask[chosen],
+        denominators=Denominators(len(chosen), float(mask[chosen].sum()), objective.length or MAX_TOKENS),
         **{name: column[chosen] for name, column in columns.items()},
     )
     return _with_gradients(loss, logps, entropy)

@@ -14,7 +14,20 @@ from grpo_toolbox.selection import entropy_threshold
 
 pytest.importorskip("trl")
 
-from same_tensors import ENTROPY, HALVES, MASK, OLD, REFERENCE, ROWS, SAMPLER, WHOLE, assert_equal, ours, theirs
+from same_tensors import (
+    ENTROPY,
+    HALVES,
+    MASK,
+    OLD,
+    REFERENCE,
+    ROWS,
+    SAMPLER,
+    WHOLE,
+    WIDTH,
+    assert_equal,
+    ours,
+    theirs,
+)
 from trl_side import MAX_TOKENS, save_reference, trl_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -103,6 +116,32 @@ def test_options_of_the_objective(extra: str, loss_type: str, reference: Path):
     )
     assert_equal(changed, expected)
     assert any(not torch.allclose(one, other) for one, other in zip(plain, changed, strict=True))
+
+
+TOOL_FREE = (torch.arange(WIDTH) + torch.arange(ROWS).unsqueeze(1)) % 3 != 2
+"""Which tokens the model wrote: the others are a tool's, and the third row is a tool's alone."""
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.usefixtures("default_float64")
+def test_tokens_of_tools_are_left_out_as_trl_leaves_them_out(loss_type: str, level: str, reference: Path):
+    """TRL's tool_mask: no loss, no KL, no bonus, no count, no share in a sequence's ratio."""
+    trainer = trl_trainer(
+        reference,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        **{"beta": 0.3, "entropy_coef": 0.2, "off_policy_mask_threshold": 0.05, "use_bias_correction_kl": False},
+        **{"per_device_train_batch_size": ROWS, **LOSS_TYPES[loss_type][0]},
+    )
+    options = {"beta": 0.3, "entropy_coef": 0.2, "off_policy_threshold": 0.05, "ratio_level": level}
+    our_columns = {"ref_logps": REFERENCE, "old_logps": OLD, "sampler_logps": SAMPLER}
+    columns = {"ref_per_token_logps": REFERENCE, "old_per_token_logps": OLD, "sampling_per_token_logps": SAMPLER}
+    written = MASK & TOOL_FREE
+    mine = ours(LOSS_TYPES[loss_type][1] | options, mask=written, **our_columns)
+    assert_equal(mine, theirs(trainer, WHOLE, tool_mask=TOOL_FREE.long(), **columns))
+    assert not mine[1][~written].any()
+    assert not torch.allclose(mine[0], ours(LOSS_TYPES[loss_type][1] | options, **our_columns)[0])
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.99])

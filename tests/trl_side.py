@@ -92,6 +92,7 @@ def loss_on_log_probs(
     The model is a function that returns them: `_compute_loss` is TRL's own, in whatever precision the columns have.
     """
     losses = []
+    trained = mask & columns["tool_mask"].bool() if "tool_mask" in columns else mask
     for part in parts:
         rows = list(part)
         inputs = {
@@ -99,7 +100,7 @@ def loss_on_log_probs(
             "prompt_mask": torch.ones(len(rows), 1, dtype=torch.long),
             "completion_ids": torch.full((len(rows), mask.shape[1]), 5),
             "completion_mask": mask[rows].long(),
-            "num_items_in_batch": mask.sum().to(logps.dtype),
+            "num_items_in_batch": trained.sum().to(logps.dtype),
             **{name: column[rows] for name, column in columns.items()},
         }
         outputs = SimpleNamespace(log_probs=logps[rows], entropy=entropy[rows], aux_loss=None)
