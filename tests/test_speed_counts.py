@@ -103,11 +103,14 @@ def test_groups_without_spread_stay_at_home():
     assert metrics["rows_trained"] == 3
 
 
-def test_a_batch_without_spread_is_not_forwarded_at_all():
+def test_of_a_batch_without_spread_one_micro_batch_is_forwarded_to_measure_the_engine():
     model = build("llama")
     with forwarded(model) as sizes:
-        update(run_of(model), batch_of(silent=[0, 1]), 1)
-    assert sizes == []
+        metrics = update(run_of(model, micro_batch_tokens=40), batch_of(silent=[0, 1]), 1)
+    assert len(sizes) == 1
+    assert sizes[0] <= 40
+    assert (metrics["rows_trained"], metrics["forward_tokens"]) == (0, 0)
+    assert "sampler/logp_gap_mean" in metrics
 
 
 def test_with_a_kl_or_the_switch_off_every_row_is_forwarded():

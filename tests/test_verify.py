@@ -182,15 +182,15 @@ def trainer_at_temperature_1(patch: Patch, run: Run) -> None:
 
 
 def completions_behind_the_next_prompt(patch: Patch, run: Run) -> None:
-    def wrong(right: Any, prompts: Any, lengths: Any, group: list[int], device: Any) -> Any:
-        return right(prompts, lengths, [(one + 1) % len(prompts) for one in group], device)
+    def wrong(right: Any, prompts: Any, lengths: Any, group: list[int], device: Any, **options: Any) -> Any:
+        return right(prompts, lengths, [(one + 1) % len(prompts) for one in group], device, **options)
 
     wrap(patch, forward, "packed_layout", wrong)
 
 
 def padding_of_prompts_is_seen(patch: Patch, run: Run) -> None:
-    def wrong(right: Any, *args: Any) -> Any:
-        layout = right(*args)
+    def wrong(right: Any, *args: Any, **options: Any) -> Any:
+        layout = right(*args, **options)
         mask = layout.mask.clone()
         mask[..., : layout.prompt_index.shape[1]] = True
         return replace(layout, mask=mask)

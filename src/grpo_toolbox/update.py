@@ -37,7 +37,7 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
     if critic is None:
         return _update_policy(run, batch, number, epochs)
     waits = number <= critic.settings.pretrain_steps
-    metrics = {} if waits else _update_policy(run, batch, number, epochs)
+    metrics = _sampler_metrics(run, batch) if waits else _update_policy(run, batch, number, epochs)
     run.moving = True
     shown = {"critic/pretraining": float(waits)} if critic.settings.pretrain_steps else {}
     return metrics | critic.update(batch, number, epochs) | shown
@@ -52,6 +52,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
     meter = Meter()
+    shown = {} if rows else _sampler_metrics(run, batch)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
     run.policy.train()
@@ -90,7 +91,17 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
         meter.grad_norm = _step(run, parameters, meter, number)
     tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)
     trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens)}
-    return meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
+    return shown | meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
+
+
+def _sampler_metrics(run: Run, batch: Batch) -> dict[str, float]:
+    """Measure the engine where no row is trained, on as many rows as one micro-batch holds; nothing off-policy."""
+    meter = Meter()
+    if len(batch) and batch.old_logps is None:
+        rows = micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens)[0]
+        micro = batch.select(rows).to(run.device)
+        meter.add_mismatch(_logps_now(run, micro), micro.sampler_logps, micro.mask)
+    return meter.mismatch_metrics()
 
 
 def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
@@ -274,14 +285,18 @@ class Meter:
     def metrics(self, epochs: int) -> dict[str, float]:
         """Return token means of the terms, the loss per epoch, and the mismatch with the sampler."""
         means = {name: value / self._tokens for name, value in self._sums.items()} if self._tokens else {}
-        if self._sampled:
-            means |= {
-                "sampler/logp_gap_mean": self._gaps["gap"] / self._sampled,
-                "sampler/logp_gap_max": self._extremes["gap_max"],
-                "sampler/kl": self._gaps["kl"] / self._sampled,
-                "sampler/ratio_mean": self._gaps["ratio"] / self._sampled,
-                "sampler/ratio_min": self._extremes["ratio_min"],
-                "sampler/ratio_max": self._extremes["ratio_max"],
-                "sampler/ess": self._gaps["ratio"] ** 2 / (self._sampled * self._gaps["ratio_squared"]),
-            }
-        return means | {"loss": self._loss / epochs, "grad_norm": self.grad_norm}
+        return means | self.mismatch_metrics() | {"loss": self._loss / epochs, "grad_norm": self.grad_norm}
+
+    def mismatch_metrics(self) -> dict[str, float]:
+        """Return how far the engine is from the trainer, where that was measured."""
+        if not self._sampled:
+            return {}
+        return {
+            "sampler/logp_gap_mean": self._gaps["gap"] / self._sampled,
+            "sampler/logp_gap_max": self._extremes["gap_max"],
+            "sampler/kl": self._gaps["kl"] / self._sampled,
+            "sampler/ratio_mean": self._gaps["ratio"] / self._sampled,
+            "sampler/ratio_min": self._extremes["ratio_min"],
+            "sampler/ratio_max": self._extremes["ratio_max"],
+            "sampler/ess": self._gaps["ratio"] ** 2 / (self._sampled * self._gaps["ratio_squared"]),
+        }

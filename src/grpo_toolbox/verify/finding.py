@@ -33,6 +33,7 @@ def compared(name: str, measured: dict[str, tuple[float, float]], meaning: str) 
 
 
 def gap(one: Tensor, other: Tensor, where: Tensor) -> float:
+    """Return the largest difference of two (B, T) tensors where a token was written."""
     return float((one - other)[where].abs().max())
 
 
@@ -46,6 +47,7 @@ def same_logps(run: Run, one: Tensor, other: Tensor, where: Tensor) -> dict[str,
 
 
 def same_gradient(run: Run, one: Gradient, other: Gradient) -> dict[str, tuple[float, float]]:
+    """Return how far two gradients are apart, in shares of the second, and their losses."""
     limit, _ = limits(run)
     loss = abs(one.loss - other.loss) / max(abs(other.loss), 1.0)
     return {"gradient": (difference(one, other), limit), "loss": (loss, limit)}

@@ -46,6 +46,7 @@ def check_reference(run: Run, sample: Sample) -> Finding:
 
 
 def reference_logps(run: Run, batch: Batch, measure: Callable[[Run, Batch], Tensor]) -> Tensor:
+    """Return what `measure` says (B, T) of the reference in the policy's place."""
     assert run.reference is not None
     with run.reference.model() as reference:
         return measure(replace(run, policy=reference), batch)
