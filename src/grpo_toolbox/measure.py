@@ -240,6 +240,17 @@ def restored(policy: nn.Module) -> Iterator[None]:
                 parameter.copy_(value)
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Put every module back into the mode, training or not, that it was in before the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def nudge(policy: nn.Module, share: float) -> None:
     """Move trainable parameters at random by `share` of their size, and those that are all zero by 0.01.

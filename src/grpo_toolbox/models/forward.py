@@ -54,7 +54,7 @@ def plain_model(model: Any) -> Any:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the block; afterwards every module is in the mode it was in before."""
+    """Switch dropout off inside the block; afterwards every module that was in training mode is so again."""
     noisy = [module for module in model.modules() if module.training]
     try:
         for module in noisy:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from grpo_toolbox.errors import RewardError, TrainingError
-from grpo_toolbox.measure import Sample, draw_sample
+from grpo_toolbox.measure import Sample, draw_sample, modes_kept
 from grpo_toolbox.models.forward import eval_mode
 from grpo_toolbox.run import Run
 from grpo_toolbox.verify.critic import check_critic
@@ -42,7 +42,7 @@ def verify(run: Run, watch: Callable[[str], None] = lambda name: None) -> list[F
     `watch` hears the name of each check before it starts.
     """
     findings = []
-    with eval_mode(run.policy), torch.random.fork_rng():
+    with modes_kept(run.policy), eval_mode(run.policy), torch.random.fork_rng():
         watch("a few rollouts")
         sample = draw_sample(run)
         for name in CHECKS:

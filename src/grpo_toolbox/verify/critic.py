@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo_toolbox.batch import Batch
 from grpo_toolbox.critic import Critic
-from grpo_toolbox.measure import Gradient, Sample, difference, limits, moved
-from grpo_toolbox.models.forward import autocast, eval_mode
+from grpo_toolbox.measure import Gradient, Sample, difference, limits, modes_kept, moved
+from grpo_toolbox.models.forward import autocast
 from grpo_toolbox.run import Run
 from grpo_toolbox.verify.finding import Finding, compared, gap
 
@@ -26,7 +26,7 @@ def check_critic(run: Run, sample: Sample) -> Finding:
         return Finding("critic", "there is none: the advantage asks for no values", "", None, meaning)
     limit, rounding = limits(run)
     try:
-        with eval_mode(critic.parts), moved(critic.parts, share=0.0):  # its head is zero at first, and hides the rest
+        with modes_kept(critic.parts), moved(critic.parts, share=0.0):  # its head is zero at first, and hides the rest
             batch = _taught(critic, sample)
             whole, split = (critic_gradient(critic, batch, size) for size in (10**9, batch.forward_tokens // 3))
             off = gap(critic.values(batch), _plain_values(run, critic, batch), sample.real)
