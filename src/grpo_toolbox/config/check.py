@@ -14,6 +14,7 @@ from grpo_toolbox.schedule import SCHEDULES
 
 CHOICES: dict[str, Sequence[str]] = {
     "rollout.engine": ("local", "hf", "vllm", "sglang", "http"),
+    "rollout.quantize": ("none", "float8"),
     "rollout.async.in_flight": ("none", "keep", "recompute"),
     "rollout.async.on_stale": ("drop", "mask"),
     "trainer.name": ("toolbox", "trl"),

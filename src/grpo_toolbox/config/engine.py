@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from grpo_toolbox.batch import collate
-from grpo_toolbox.config.schema import RunConfig, TrainerConfig
+from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.data import decode_completion
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.convention import asked_convention
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.models.float8 import refusal
 from grpo_toolbox.models.forward import autocast, completion_logps, eval_mode, in_half_precision
 from grpo_toolbox.models.load import stop_token_ids
 from grpo_toolbox.run import GenerationSettings
@@ -73,9 +74,10 @@ def build_engine(
         return server_engine(
             config.rollout, model, tokenizer, prompts, forced, decode=decode, weights_version=weights_version
         )
+    _check_quantize(config.rollout, packs, device)
     make: Callable[..., Engine] = HfEngine
     if config.rollout.engine == "local" and packs:
-        make = partial(LocalEngine, max_rows=config.rollout.max_rows)
+        make = partial(LocalEngine, max_rows=config.rollout.max_rows, float8=config.rollout.quantize == "float8")
     return make(
         model,
         decode=decode,
@@ -83,6 +85,14 @@ def build_engine(
         autocast_dtype=autocast_dtype(config.trainer, device),
         weights_version=weights_version,
     )
+
+
+def _check_quantize(rollout: RolloutConfig, packs: bool, device: torch.device) -> None:
+    if rollout.quantize == "none":
+        return
+    reason = refusal(device) if rollout.engine == "local" and packs else "only rollout.engine=local has it"
+    if reason is not None:
+        raise ConfigError(f"rollout.quantize={rollout.quantize}: {reason}. Leave it out.")
 
 
 @torch.no_grad()

@@ -171,6 +171,9 @@ class RolloutConfig:
     """Dynamic sampling stops the run after so many steps in a row without any such group."""
     max_rows: int = 256
     """Rows decoded at a time, by each server where there are several."""
+    quantize: str = "none"
+    """float8: rollout.engine=local samples from linear layers in that precision, made anew from the weights of each
+    step; another policy than the trained one, so set objective.correction with it. none: from the weights."""
     server: ServerConfig = field(default_factory=ServerConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_toolbox.engines.cache import ContextPass, KeyValues, PromptPass
 from grpo_toolbox.engines.inprocess import Drawn, InProcessEngine
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import layout_attention
+from grpo_toolbox.models.float8 import float8_linear
 from grpo_toolbox.models.forward import decoder, plain_model
 from grpo_toolbox.models.linear import fast_linear, packed_linear
 from grpo_toolbox.types import Prompt, Sampling
@@ -34,11 +36,15 @@ _WORTH_ENTERING = 1 / 8
 
 
 class LocalEngine(InProcessEngine):
-    """Samples with the policy itself, at most `max_rows` rows at a time, or one group where that is larger."""
+    """Samples with the policy itself, at most `max_rows` rows at a time, or one group where that is larger.
 
-    def __init__(self, model: nn.Module, *, max_rows: int = 256, **shared: Any) -> None:
+    With `float8` from copies of its linear layers in that precision.
+    """
+
+    def __init__(self, model: nn.Module, *, max_rows: int = 256, float8: bool = False, **shared: Any) -> None:
         super().__init__(model, **shared)
-        self._max_rows = max_rows
+        self._max_rows, self._float8 = max_rows, float8
+        self.traits = replace(self.traits, exact=not float8)
         self._newer: Callable[[], int | None] = lambda: None
         self._recompute = False
 
@@ -71,6 +77,8 @@ class LocalEngine(InProcessEngine):
             self._version, halfway = version, True
 
     def _linears(self, rows: int, tokens: int) -> AbstractContextManager[None]:
+        if self._float8:
+            return float8_linear(plain_model(self._model))
         if tokens < _WORTH_PACKING:
             return fast_linear(self._model)
         return packed_linear(self._model, min(rows, self._max_rows))

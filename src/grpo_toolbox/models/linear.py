@@ -28,7 +28,7 @@ def fast_linear(model: nn.Module, *, recompute: bool = True) -> Iterator[None]:
     gated MLPs whose three layers are plain; with `recompute` the other two neither, at the price of two products.
     """
     gated = partial(_gated, recompute=recompute)
-    with _forwards(model, _fast, gated, norm_forward):
+    with replaced_forwards(model, _fast, gated, norm_forward):
         yield
 
 
@@ -39,19 +39,28 @@ def packed_linear(model: nn.Module, rows: int) -> Iterator[None]:
     For inference on about `rows` rows at a time; adapters of plain LoRA are merged into the copies. These take the
     memory of the weights once more and cost about as much as half a dozen tokens of sampling; they go with the block.
     """
+
+    def pack(module: nn.Module, weight: Tensor, bias: Tensor | None) -> _PackedForward | None:
+        return _PackedForward(module, weight, bias, rows) if suits(weight) else None
+
+    with replaced_forwards(model, merged_layers(pack)):
+        yield
+
+
+def merged_layers(
+    make: Callable[[nn.Module, Tensor, Tensor | None], Forward | None],
+) -> Callable[[nn.Module], Forward | None]:
+    """Return what `replaced_forwards` asks: `make(module, weight, bias)` for linear layers, plain LoRA merged in."""
     merged: set[int] = set()
 
-    def pack(module: nn.Module) -> _PackedForward | None:
-        if id(module) in merged:
-            return None
-        weight, bias = _whole(module)
-        if weight is None or not suits(weight):
-            return None
-        merged.add(id(getattr(module, "base_layer", None)))
-        return _PackedForward(module, weight, bias, rows)
+    def forward(module: nn.Module) -> Forward | None:
+        weight, bias = (None, None) if id(module) in merged else _whole(module)
+        made = None if weight is None else make(module, weight, bias)
+        if made is not None:
+            merged.add(id(getattr(module, "base_layer", None)))
+        return made
 
-    with _forwards(model, pack):
-        yield
+    return forward
 
 
 Forward = Callable[[Tensor], Any]
@@ -202,7 +211,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 @contextmanager
-def _forwards(model: nn.Module, *makers: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
+def replaced_forwards(model: nn.Module, *makers: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
     """Give modules the `forward` that one of `makers` has for them; those that have been given one keep it."""
     changed: list[nn.Module] = []
     try:
