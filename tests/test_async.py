@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ from grpo_toolbox.source import Background
 from grpo_toolbox.staleness import age_metrics, drawn_since, group_ages
 from grpo_toolbox.trainer import train
 from grpo_toolbox.types import Prompt, Rollout, Scores, Step
+from test_resume import FORKING, environment, started, wait_for
 from toolbox_runs import SMALL, built_run, checkpoints, differences, metrics, one_thread, state, steps, toolbox_train
 
 DIGITS = (*SMALL, "reward=custom", "reward.name=plugs:digits", "trainer.schedule=constant", "trainer.lr=0.01")
@@ -406,6 +410,33 @@ async def endless(completions: list[str], trainer_state: Any) -> list[float]:
     if trainer_state.step > 1:
         await asyncio.sleep(600)
     return plugs.digits(completions)
+
+
+@pytest.mark.slow
+def test_kills_at_random_instants_change_nothing(tmp_path: Path) -> None:
+    """A process that imports everything forks one `toolbox train` after the other and kills each somewhere."""
+    given = (*LINGERING, *ahead(2), *EVALUATED, "trainer.max_steps=25", "trainer.save_every=1")
+    command = [sys.executable, "-c", FORKING, str(tmp_path / "killed"), "25", *given]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
+    kills, code = map(int, done.stdout.split())
+    assert code == 0, done.stderr
+    assert kills >= 3
+    assert toolbox_train(*given, f"run_dir={tmp_path / 'whole'}") == 0
+    assert_same(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_process_that_is_stopped_ends_at_once(name: str, tmp_path: Path) -> None:
+    """With the background in the middle of long completions, and no noise of a thread that was cut off."""
+    given = (*DIGITS, *ahead(2), "rollout.max_new_tokens=100", "rollout.group_size=16", "trainer.max_steps=100000")
+    run_dir = tmp_path / "run"
+    with started(*given, f"run_dir={run_dir}") as process:
+        wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(steps(run_dir)) > 2, process)
+        process.send_signal(signal.Signals[name])
+        _, complained = process.communicate(timeout=300)
+    assert process.returncode == {"SIGTERM": 143, "SIGINT": 130}[name]
+    assert "Traceback" not in complained
+    assert checkpoints(run_dir) == [steps(run_dir)[-1]]
 
 
 # ---- settings
