@@ -22,6 +22,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from grpo_toolbox.callbacks import Callback
 from grpo_toolbox.config.build import build_run
@@ -113,6 +114,7 @@ def measured(words: list[str], k: int | None, steps: int, waits: Mapping[str, fl
 
 def main(steps: int) -> None:
     """Print a line per setting and mode."""
+    transformers_logging.disable_progress_bar()
     ConfigStore.instance().store(name="schema", node=schema_node(), provider="grpo_toolbox")
     small = ["experiment=grpo_tiny", "rollout.prompts_per_step=8", "rollout.group_size=8", "reward=custom"]
     rows = {

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +364,49 @@ def test_a_run_stops_when_too_many_completions_fail_and_goes_on_when_what_failed
     assert toolbox_train(f"resume={tmp_path / 'run'}", "reward.max_error_rate=0.1") == 0
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
     assert toolbox_train(f"resume={tmp_path / 'run'}", "reward.max_error_rate=0.1", "trainer.max_steps=8") == 1
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """What a call returns, or raises, in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def turns(seconds: float) -> int:
+    """Python code that is busy for so long and lets no Exception through."""
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        with contextlib.suppress(Exception):
+            count += 1
+    return count
+
+
+def test_in_a_thread_python_code_is_cut_off_too() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
+        in_a_thread(lambda: within(0.1, lambda: turns(LONG)))
+
+
+def test_in_a_thread_a_limit_that_is_kept_changes_nothing_then_or_later() -> None:
+    def thrice() -> list[int]:
+        answers = [within(0.2, lambda: 1) for _ in range(3)]
+        turns(0.5)  # nothing rings when the calls are long over
+        return answers
+
+    assert in_a_thread(thrice) == [1, 1, 1]
+
+
+def test_in_a_thread_the_clock_may_ring_at_any_moment() -> None:
+    """Calls that take just as long as they may: each is answered or late, and none disturbs what comes after."""
+
+    def race() -> int:
+        late = 0
+        for _ in range(200):
+            try:
+                within(0.001, lambda: turns(0.001))
+            except TimeoutError:
+                late += 1
+        turns(0.1)
+        return late
+
+    assert 0 <= in_a_thread(race) <= 200
+    assert [one.name for one in threading.enumerate() if one.name == "time limit"] == []

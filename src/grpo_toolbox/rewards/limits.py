@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
 import time
@@ -24,15 +25,14 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     """Return what `call` returns; TimeoutError where it takes longer than `seconds` (None: any time).
 
     In Python's main thread, on systems with SIGALRM, the call is cut off then: code in C that looks for signals (a
-    regular expression, arithmetic with large numbers, a socket) is, too. Elsewhere it runs to its end and counts as
-    timed out afterwards.
+    regular expression, arithmetic with large numbers, a socket) is, too. In other threads Python code is cut off, and
+    code in C runs to its end first and counts as timed out afterwards.
     """
     if seconds is None:
         return call()
     began = time.perf_counter()
     try:
-        with _alarm(seconds):
-            answer = call()
+        answer = _alarmed(seconds, call) if _alarms_ring() else _watched(seconds, call)
     except _TimeIsUp:
         raise late(seconds) from None
     if time.perf_counter() - began > seconds:
@@ -45,11 +45,41 @@ def late(seconds: float) -> TimeoutError:
     return TimeoutError(f"no answer within {seconds:g} s")
 
 
+def _alarms_ring() -> bool:
+    return threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+
+
+def _watched(seconds: float, call: Callable[[], T]) -> T:
+    """Return what `call` returns; another thread raises _TimeIsUp in this one, between bytecodes, when time is up."""
+    here, over, lock = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def ring() -> None:
+        waits = seconds
+        while not over.wait(waits):
+            with lock:
+                if not over.is_set():
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(here), ctypes.py_object(_TimeIsUp))
+            waits = _AGAIN
+
+    clock = threading.Thread(target=ring, name="time limit", daemon=True)
+    try:
+        try:
+            clock.start()
+            return call()
+        finally:
+            over.set()
+    finally:  # also where it rang inside the line above; it rings no more once the lock is ours
+        with lock:
+            over.set()
+
+
+def _alarmed(seconds: float, call: Callable[[], T]) -> T:
+    with _alarm(seconds):
+        return call()
+
+
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
     armed = True
 
     def ring(number: int, frame: FrameType | None) -> None:
