@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grpo_toolbox.batch import Batch, collate, denominators, micro_batches
+from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, prompt_lengths
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.objectives import Objective, clipped, loss_and_terms, reinforce
 from grpo_toolbox.types import Prompt, Rollout
@@ -103,7 +103,7 @@ def step_gradient(
     packed: bool = True,
 ) -> Tensor:
     """The gradient of one step over all parameters, summed over micro-batches of at most `tokens` tokens."""
-    counts = denominators(batch, LENGTH)
+    counts, batch = denominators(batch, LENGTH), replace(batch, prompt_length=prompt_lengths(batch))
     model.zero_grad()
     for part in micro_batches(batch, range(len(batch)) if rows is None else rows, tokens):
         micro = batch.select(part)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, pad_rows, rows_with_gradient
+from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, pad_rows, prompt_lengths, rows_with_gradient
 from grpo_toolbox.types import Prompt, Rollout
 
 END = 2
@@ -81,6 +82,16 @@ def test_denominators_count_rows_that_are_left_out_later():
     counts = denominators(batch, 8)
     assert (counts.sequences, counts.tokens, counts.length) == (4, 3 + 1 + 2 + 4, 8)
     assert rows_with_gradient(batch) == [0, 3]
+
+
+def test_the_mean_length_of_a_prompts_completions_is_that_of_what_is_trained():
+    # 3 and 1 token, 2 and 4: 2 and 3 on average; without the last token of row 3, 2.5
+    batch = collate(two_groups(), torch.ones(2, 2))
+    assert prompt_lengths(batch).tolist() == [[2.0], [2.0], [3.0], [3.0]]
+    mask = batch.mask.clone()
+    mask[3, 3] = False
+    assert prompt_lengths(replace(batch, mask=mask)).tolist() == [[2.0], [2.0], [2.5], [2.5]]
+    assert prompt_lengths(batch.select([])).shape == (0, 1)
 
 
 def test_a_row_has_a_gradient_if_any_token_has_an_advantage():

@@ -19,7 +19,7 @@ from torch import Tensor
 from exact_llama import OBJECTIVES, PLAIN, TEMPERATURE, assert_same, full_batch, random_rollouts, shared_llama
 from exact_llama import step_gradient as without_entropy
 from grpo_toolbox.advantages import estimate, gae, reinforce_pp, value_targets
-from grpo_toolbox.batch import Batch, collate, denominators, rows_with_gradient, written
+from grpo_toolbox.batch import Batch, collate, denominators, prompt_lengths, rows_with_gradient, written
 from grpo_toolbox.cli.rescore import rescore
 from grpo_toolbox.critic import Critic, CriticSettings
 from grpo_toolbox.engines import Engine
@@ -29,7 +29,7 @@ from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.objectives import Objective, clipped, loss_and_terms
 from grpo_toolbox.rewards import build_reward, score_rollouts
 from grpo_toolbox.rollout import rollout
-from grpo_toolbox.run import Run
+from grpo_toolbox.run import Experience, Run
 from grpo_toolbox.surrogates import dppo, gmpo, sapo, vespo
 from grpo_toolbox.trainer import train
 from grpo_toolbox.types import Prompt, Rollout, Sampling, Scores
@@ -134,7 +134,7 @@ def gradient(batch: Batch, objective: Objective, *, packed: bool = True, cut: bo
         inside = torch.arange(batch.mask.shape[1]) < lengths.unsqueeze(1)
         columns = {name: torch.zeros_like(one).masked_scatter(inside, one[batch.mask]) for name, one in columns.items()}
         assert torch.equal(columns["mask"], inside)
-    loss, _ = loss_and_terms(objective, denominators=replace(counts, prompt_length=batch.prompt_length), **columns)
+    loss, _ = loss_and_terms(objective, denominators=replace(counts, prompt_length=prompt_lengths(batch)), **columns)
     loss.backward()
     parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
     return loss.detach(), torch.cat([part.flatten() for part in parts])
@@ -298,8 +298,11 @@ class WithTool:
         marks = tuple(place != 1 for place in range(len(one.ids)))
         return replace(one, written=marks, logps=(one.logps[0], self._logp, *one.logps[2:]))
 
-    def sync(self) -> int:
-        return self._engine.sync()
+    def sync(self, version: int | None = None) -> int:
+        return self._engine.sync(version)
+
+    def cancel(self) -> None:
+        self._engine.cancel()
 
     def close(self) -> None:
         self._engine.close()
@@ -356,10 +359,10 @@ def test_marks_survive_in_pending_rollouts_and_traces(tmp_path: Path) -> None:
     words = ("rollout.steps_per_generation=2", "rollout.prompts_per_step=2", "trainer.max_steps=1", "objective.beta=0")
     run = tool_run(*words, "callbacks.trace_rollouts={every: 1}", f"run_dir={tmp_path / 'run'}")
     train(run)
-    (kept,) = from_state(state(tmp_path / "run")["pending"])
+    (kept,) = from_state(state(tmp_path / "run")["pending"], Experience)
     assert [one.written for one in kept.rollouts] == [one.written for one in run.pending[0].rollouts]
     assert any(one.written for one in kept.rollouts)
-    assert from_state(to_state(run.pending))[0].rollouts[0].written == run.pending[0].rollouts[0].written
+    assert from_state(to_state(run.pending), Experience)[0].rollouts[0].written == run.pending[0].rollouts[0].written
     lines = (tmp_path / "run/traces/actions.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     marked = [one for one in records if one["written"]]

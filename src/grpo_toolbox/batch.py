@@ -48,7 +48,7 @@ class Batch:
     anchored: Tensor | None = None
     """(B, T) which tokens are held near the policy that the update started from; None is none of them."""
     prompt_length: Tensor | None = None
-    """(B, 1) how many tokens of a completion of the row's prompt are trained, on average over all of the prompt's."""
+    """(B, 1) `prompt_lengths` of the whole step, of these rows."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -110,16 +110,13 @@ def collate(rollouts: Sequence[Rollout], advantages: Tensor, *, mask_truncated: 
     per_row = advantages.flatten(0, 1).float()
     longest = max(len(rollout.ids) for rollout in rollouts)
     cut_off = torch.tensor([mask_truncated and rollout.finish_reason == "length" for rollout in rollouts])
-    mask = written(rollouts) & ~cut_off.unsqueeze(1)
-    lengths = mask.sum(dim=1).float().reshape(-1, group_size).mean(dim=1)
     return Batch(
         prompts=tuple(rollout.prompt.ids for rollout in rollouts[::group_size]),
         group=tuple(row // group_size for row in range(len(rollouts))),
         completions=tuple(rollout.ids for rollout in rollouts),
-        mask=mask,
+        mask=written(rollouts) & ~cut_off.unsqueeze(1),
         advantages=per_row[:, :longest] if per_row.ndim == 2 else per_row.unsqueeze(1),
         sampler_logps=pad_rows([rollout.logps for rollout in rollouts]),
-        prompt_length=lengths.repeat_interleave(group_size).unsqueeze(1),
     )
 
 
@@ -139,6 +136,14 @@ def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:
 def denominators(batch: Batch, length: float) -> Denominators:
     """Count what the losses of this whole step are divided by, before any row is left out or split off."""
     return Denominators(sequences=len(batch), tokens=float(batch.mask.sum()), length=length)
+
+
+def prompt_lengths(batch: Batch) -> Tensor:
+    """Return (B, 1) how many tokens of a completion are trained, on average over all completions of its prompt."""
+    group = torch.tensor(batch.group, dtype=torch.long, device=batch.mask.device)
+    rows = torch.bincount(group, minlength=len(batch.prompts)).float()
+    tokens = torch.zeros_like(rows).index_add(0, group, batch.mask.sum(dim=1).float())
+    return (tokens / rows)[group].unsqueeze(1)
 
 
 def rows_with_gradient(batch: Batch) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.allocator import hand_back_freed_memory
-from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, rows_with_gradient
+from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, prompt_lengths, rows_with_gradient
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.gradients import in_place, lay_out
@@ -46,6 +46,7 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
 def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str, float]:
     objective = run.controlled_objective()
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
+    batch = replace(batch, prompt_length=prompt_lengths(batch))
     rows = _trained_rows(run, batch)
     micros = _with_choice(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)], number)
     lr = run.lr_at(number)
