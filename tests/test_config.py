@@ -36,6 +36,7 @@ from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.load import DTYPES
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import REWARDS, check_options
+from test_trl_config import HOW, PAGE, homeless, with_table
 
 NEEDED = {
     "model": {"file": ["model.path=builtin:tiny"]},
@@ -391,3 +392,9 @@ def test_an_estimator_that_returns_something_else_is_refused() -> None:
         check_estimator(lambda rewards: rewards.sum(), group_size=2)
     with pytest.raises(ConfigError, match="the advantage function failed on a small probe"):
         check_estimator(lambda rewards: rewards.nosuch, group_size=2)
+
+
+def test_of_every_key_it_is_said_what_trl_makes_of_it() -> None:
+    """Here, too, so that whoever adds a key hears of it: see tests/test_trl_config.py."""
+    assert homeless() == [], f"say in backends/trl_keys.py what TRL makes of them, and run `{HOW}`"
+    assert PAGE.read_text(encoding="utf-8") == with_table(PAGE.read_text(encoding="utf-8")), f"run `{HOW}`"

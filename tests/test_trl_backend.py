@@ -314,14 +314,17 @@ def test_rewards_are_ours_unchanged(tmp_path: Path) -> None:
 
 def test_a_signal_lets_the_step_finish_and_saves_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "grpo_toolbox.cli.main", "train", *TRL, f"run_dir={tmp_path}"]
-    process = subprocess.Popen([*command, "trainer.max_steps=100000"], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").stat().st_size == 0:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(300) == 128 + signal.SIGTERM
+    with subprocess.Popen([*command, "trainer.max_steps=9999"], stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 900
+            while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").stat().st_size:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(900) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
     assert checkpoints(tmp_path) == [all_metrics(tmp_path)[-1]["step"]]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import logging
 from typing import Any
 
@@ -108,7 +109,11 @@ def _grpo(config: RunConfig) -> dict[str, Any]:
 
 def _rloo(config: RunConfig) -> dict[str, Any]:
     advantage, objective = config.advantage, config.objective
-    _only(config, "advantage.name", ("rloo",), "TRL's RLOO leaves one out")
+    if advantage["name"] != "rloo":
+        raise ConfigError(
+            f"advantage.name={advantage['name']} cannot run on TRL's RLOO, which leaves one out. Set method=rloo, or "
+            "trainer.algorithm=grpo."
+        )
     for key, neutral in ONLY_GRPO.items():
         allowed = (neutral, None) if key.startswith("objective.") else (neutral,)
         _only(config, key, allowed, "TRL's RLOO has no such thing")
@@ -183,6 +188,10 @@ def _check_installed() -> None:
         raise ConfigError(f"trainer.name=trl needs the package trl, which is not installed. {advice}") from error
     if not version.startswith(tuple(f"{one}." for one in VERSIONS)):
         raise ConfigError(f"trainer.name=trl works with trl {' and '.join(VERSIONS)}, not {version}. {advice}")
+    if version.startswith("1.15.") and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            f"trl {version} computes its loss with Triton, which is not there: install trl 1.16. {advice}"
+        )
 
 
 def _check_model(config: RunConfig) -> None:
