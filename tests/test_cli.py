@@ -11,6 +11,7 @@ import yaml
 
 import grpo_toolbox
 from command_line import toolbox
+from grpo_toolbox.cli.main import COMMANDS
 from grpo_toolbox.config.source import option_names
 
 
@@ -150,7 +151,7 @@ def test_help_lists_commands_groups_and_options(answers: Answers) -> None:
 
 def test_an_unknown_command_or_help_topic_names_what_there_is(answers: Answers) -> None:
     assert (answers["nosuch"]["code"], answers["launch experiment=x"]["code"]) == (2, 2)
-    launch = "toolbox: 'launch' is not a command: train, verify, reward, traces, memory, models.\n"
+    launch = f"toolbox: 'launch' is not a command: {', '.join(COMMANDS)}.\n"
     assert answers["launch experiment=x"]["err"] == launch
     listed = "--help='nosuch' is not an option: advantage, callbacks, critic, data"
     assert listed in answers["train --help nosuch"]["err"]

@@ -216,6 +216,7 @@ def test_an_adapter_folder_holds_the_adapter_alone_and_loads_as_the_whole(tmp_pa
     loaded = load_model(str(tmp_path))
     assert not has_adapter(loaded)
     assert (logits(loaded) - logits(policy)).abs().max() < 1e-6 * logits(policy).abs().max()
+    assert all(parameter.requires_grad for parameter in loaded.parameters())  # to be trained as any other
 
 
 def test_an_adapter_names_a_local_base_by_its_absolute_folder(tmp_path, monkeypatch):

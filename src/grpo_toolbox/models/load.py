@@ -241,7 +241,8 @@ def _load_merged(base: str, folder: str, options: dict[str, Any]) -> Any:
 
     model = _load_plain(base, options)
     with _refusals(folder), without_peft_noise():
-        return PeftModel.from_pretrained(model, folder).merge_and_unload()
+        merged = PeftModel.from_pretrained(model, folder).merge_and_unload()
+    return merged.requires_grad_(True)  # PEFT has frozen what stood under the adapter
 
 
 @contextmanager
