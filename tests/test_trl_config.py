@@ -83,7 +83,7 @@ def test_every_key_has_a_home() -> None:
 
 def test_the_tables_hold_no_key_that_is_gone() -> None:
     known = {*known_keys(), "model.lora"}
-    for table in (OURS, JOINT, IDLE, REFUSED, ONLY_GRPO):
+    for table in (JOINT, IDLE, REFUSED, ONLY_GRPO):
         assert set(table) - known == set()
 
 

@@ -164,6 +164,7 @@ def _correction(config: RunConfig) -> dict[str, Any]:
     name = objective["correction"]
     if name in (None, "none"):
         return {"vllm_importance_sampling_correction": False}
+    _only(config, "objective.correction", ("none", *registry("ratios.py", "CORRECTIONS")), "TRL measures no mismatch")
     call = ast.parse(registry("ratios.py", "CORRECTIONS")[name], mode="eval").body
     assert isinstance(call, ast.Call)
     level = ast.literal_eval(call.args[0])
