@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from grpo_toolbox.config.check import check_config
 from grpo_toolbox.config.fields import direct_fields
 from grpo_toolbox.config.keys import known_keys
 from grpo_toolbox.config.options import check_named
-from grpo_toolbox.config.schema import RunConfig
+from grpo_toolbox.config.schema import RunConfig, from_composed, schema_node
 from grpo_toolbox.errors import ConfigError, suggest
 
 DEFAULT_FOLDER = "trainer_output"
@@ -240,25 +241,23 @@ def _overrides(args: Arguments) -> dict[str, Any]:
 def _typed(keys: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
     """Put dotted keys into a checked config."""
     try:
-        composed = OmegaConf.structured(RunConfig)
+        composed = schema_node()
         OmegaConf.set_struct(composed, True)
         for key, value in keys.items():
             OmegaConf.update(composed, key, value, force_add=True)
-        config: Any = OmegaConf.to_object(composed)
+        config = from_composed(composed)
         plain: Any = OmegaConf.to_container(composed)
     except OmegaConfBaseException as error:  # a value of another type than the key has
         raise ConfigError(f"{error.full_key or 'a field'}: {str(error).splitlines()[0]}.") from error
     for group in ("advantage", "objective"):
         check_named(group, getattr(config, group))
-    rest = dataclass_without_eval(config)
-    check_config(rest)
+    checked = _without_evaluation(config)
+    check_config(checked)
     return config, plain
 
 
-def dataclass_without_eval(config: RunConfig) -> RunConfig:
+def _without_evaluation(config: RunConfig) -> RunConfig:
     """Return the config as it is checked: what is evaluated on was given as an object and stands under no key."""
-    import copy
-
     checked = copy.deepcopy(config)
     checked.trainer.eval_every = 0
     return checked

@@ -78,7 +78,16 @@ class _Stopped(KeyboardInterrupt):
 
 
 def _train(checked: tuple[RunConfig, dict[str, Any]]) -> int:
-    """Train one checked config (with its plain form); returns 0, or 128 + the signal that stopped it."""
+    """Train one checked config (with its plain form), or its stages; returns 0, or 128 + the signal that stopped it."""
+    config, plain = checked
+    if config.trainer.stages is not None:
+        from grpo_toolbox.cli.stages import train_stages
+
+        return train_stages(config, plain, _train_one)
+    return _train_one(checked)
+
+
+def _train_one(checked: tuple[RunConfig, dict[str, Any]]) -> int:
     from grpo_toolbox.config.folder import claim_run_dir, write_config
     from grpo_toolbox.config.inputs import check_inputs
     from grpo_toolbox.interrupts import GracefulStop

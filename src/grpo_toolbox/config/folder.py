@@ -42,6 +42,18 @@ def write_config(info: RunInfo) -> None:
     (info.run_dir / "config.yaml").write_text(text, encoding="utf-8")
 
 
+def stages_dir(config: RunConfig) -> Path:
+    """Return the folder of a run of several stages, each of which claims a folder below it."""
+    from grpo_toolbox.checkpoint import check_run_dir
+
+    run_dir = _run_dir(config)
+    if config.resume is None and not config.trainer.resume:
+        check_run_dir(run_dir, resuming=False)
+    elif not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"resume={run_dir} holds no run of several stages (config.yaml is missing).")
+    return run_dir
+
+
 def _open(config: RunConfig, run_dir: Path, plain: dict[str, Any]) -> RunInfo:
     from grpo_toolbox.checkpoint import check_run_dir, finished_step, latest_checkpoint, load_checkpoint
 

@@ -227,6 +227,8 @@ class TrainerConfig:
     """With trainer.name=trl: grpo or rloo; null: rloo where advantage=rloo, else grpo."""
     max_steps: int = 100
     """Batches of rollouts to train on."""
+    stages: Any = None
+    """Runs one after the other, a list of {name: …, keys to change}; each goes on from the model of the one before."""
     seed: int = 0
     """Of sampling, of the order of the data, and of a fresh adapter."""
     lr: float = 1e-6

@@ -41,7 +41,7 @@ def typed_config(
         with open_dict(composed):
             for group in NAMED_GROUPS:
                 values: Any = OmegaConf.to_container(composed[group], resolve=True)
-                chosen = _option(group, choices.get(group))
+                chosen = chosen_option(group, choices.get(group))
                 if group in given:
                     taken_back = {f"{group}.{key}": key for key in chosen if f"{group}.{key}" not in given}
                     values |= {key: chosen[key] for place, key in taken_back.items() if place in method}
@@ -58,13 +58,13 @@ def typed_config(
     return config, plain
 
 
-def _option(group: str, option: str | None) -> dict[str, Any]:
+def chosen_option(group: str, option: str | None) -> dict[str, Any]:
     """Return what the package's own option of a group sets, with what it builds on; nothing for one of the user's."""
     path = CONF / group / f"{option}.yaml"
     if not path.is_file():
         return {}
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    below = [_option(group, name) for name in values.pop("defaults", []) if name != "_self_"]
+    below = [chosen_option(group, name) for name in values.pop("defaults", []) if name != "_self_"]
     return {key: value for part in (*below, values) for key, value in part.items()}
 
 

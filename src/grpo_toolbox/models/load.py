@@ -163,7 +163,9 @@ def _placed(model: Any, device: str | torch.device, gradient_checkpointing: bool
         from grpo_toolbox.models.attention import same_attention_again
 
         again = partial(same_attention_again, model)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+        # transformers gives up the older name, and older versions have no other
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False, "context_fn": again})
     return model.eval()
 
 
