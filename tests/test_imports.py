@@ -42,7 +42,10 @@ ROOMS_OF = {
     "torch": None,  # checked below, by what importing a module loads
     "transformers": {"engines/hf.py", "models/attention.py", "backends/trl_steps.py"},
     "hydra": {"cli/overrides.py"},
-    "omegaconf": {"api/translate.py", "cli/overrides.py", "config/schema.py", "config/typed.py"},
+    "omegaconf": {
+        *("api/translate.py", "cli/overrides.py"),
+        *("config/schema.py", "config/stages.py", "config/typed.py"),
+    },
     "rich": {"callbacks/display.py", "callbacks/screen.py"},
     "safetensors": {"checkpoint.py"},
     "numpy": {"checkpoint.py", "engines/sampling.py"},
