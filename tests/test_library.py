@@ -202,6 +202,11 @@ def test_vllm_is_a_server_or_the_engine_of_this_process() -> None:
         ({"max_tool_calling_iterations": 3}, "tools and environments come later"),
         ({"repetition_penalty": 1.1}, "get_repetition_penalty_reward"),
         ({"data_seed": 3}, "seed, which orders the data"),
+        ({"max_steps": "3"}, "max_steps='3') is not a whole number"),
+        ({"learning_rate": "1e-3"}, "learning_rate='1e-3') is not a number"),
+        ({"num_generations": 2.5}, "is not a whole number"),
+        ({"use_vllm": 1}, "is not True or False"),
+        ({"model_init_kwargs": "{dtype"}, "is no JSON"),
     ],
 )
 def test_what_cannot_be_had_names_what_to_use(fields: dict[str, Any], words: str) -> None:
@@ -250,7 +255,10 @@ def test_a_config_can_be_copied_and_read_by_transformers_parser() -> None:
     assert copy.deepcopy(args).to_dict() == args.to_dict()
     assert json.loads(args.to_json_string())["learning_rate"] == 2e-5
     assert "hub_token" not in args.to_sanitized_dict()
-    assert HfArgumentParser.__name__ == "HfArgumentParser"
+    words = ["--learning_rate", "2e-5", "--model_init_kwargs", '{"dtype": "float32"}']
+    (read,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)
+    assert (read.learning_rate, read.model_init_kwargs) == (2e-5, {"dtype": "float32"})
+    assert set(read.changed()) == {"learning_rate", "model_init_kwargs"}
 
 
 def test_importing_the_package_and_making_a_config_loads_no_torch() -> None:
@@ -284,6 +292,10 @@ def test_pictures_tools_and_environments_come_later(tmp_path: Path) -> None:
         ({"reward_funcs": "exact_matches"}, "exact_matches"),
         ({"train_dataset": ROWS[:1]}, "the data has 1 rows"),
         ({"args": RLOOConfig()}, "must be a GRPOConfig"),
+        ({"model": None}, "model=None must be a hub name"),
+        ({"callbacks": ["tensorboard"]}, "is no transformers.TrainerCallback"),
+        ({"train_dataset": [{"question": "1+1="}] * 4}, "rename_column('question', 'prompt')"),
+        ({"args": GRPOConfig(load_best_model_at_end=True)}, "load_best_model_at_end"),
     ],
 )
 def test_what_is_given_wrongly_is_named(given: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -307,6 +319,17 @@ def test_rewards_of_every_kind_and_their_weights(tmp_path: Path) -> None:
     weights = dict(zip(means, args.reward_weights, strict=True))
     if entry["rewards/later/not_applicable"] == 0:
         assert entry["reward"] == pytest.approx(sum(weights[name] * means[name] for name in means), abs=1e-5)
+
+
+def test_failures_of_a_function_are_left_out_on_request(tmp_path: Path) -> None:
+    def breaks(completions: list[str], **kwargs: Any) -> list[float]:
+        if any(one.startswith("1") for one in completions):
+            raise KeyError("gold")
+        return [1.0] * len(completions)
+
+    skip = {"reward.on_error": "skip", "reward.max_error_rate": 1.0}
+    trainer = trained(tmp_path, args=config(tmp_path, overrides=skip), reward_funcs=[digits, breaks])
+    assert trainer.state.global_step == 2
 
 
 # ---- training
@@ -377,6 +400,27 @@ def test_early_stopping_stops(tmp_path: Path) -> None:
     trainer = trained(tmp_path, args=args, eval_dataset=ROWS[:4], callbacks=[EarlyStoppingCallback(2)])
     assert trainer.state.global_step < 20
     assert trainer.state.best_metric is not None
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """The reward on the evaluation rises and falls with the steps; the weights are those of its highest step."""
+    seen: list[torch.Tensor] = []
+
+    class Keeps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(kwargs["model"].lm_head.weight.detach().clone())
+
+    def best_second(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.evaluating:
+            return [float(trainer_state.global_step == 2)] * len(completions)
+        return digits(completions)
+
+    args = config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+    given = {"reward_funcs": best_second, "eval_dataset": ROWS[:2], "callbacks": [Keeps]}
+    trainer = trained(tmp_path, args=args, **given)
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
+    assert torch.equal(trainer.model.lm_head.weight, seen[1])
+    assert not torch.equal(seen[1], seen[2])
 
 
 def test_callbacks_come_and_go(tmp_path: Path) -> None:

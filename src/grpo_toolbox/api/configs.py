@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import typing
 from typing import Any, ClassVar
 
 from grpo_toolbox.config.fields import FIELD_MAP, default_of, fields_of
@@ -43,14 +44,22 @@ class Arguments:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be had, and say what has no effect."""
+        """Refuse what cannot be had or is of another type, and say what has no effect."""
         for name, value in self.changed().items():
             one = FIELD_MAP[name]
             where = f"{type(self).__name__}({name}={value!r})"
+            if dict in typing.get_args(one.kind) + tuple(map(typing.get_origin, typing.get_args(one.kind))):
+                setattr(self, name, value := _parsed(where, value))
+            _check_type(where, one.kind, value)
             if one.status == "refused":
                 raise ConfigError(f"{where} cannot be had here. What to use: {one.note}.")
             if one.status == "accepted":
                 log.warning("%s has no effect here: %s.", where, one.note)
+        wanted: Any = self
+        if wanted.load_best_model_at_end and wanted.metric_for_best_model is None:
+            wanted.metric_for_best_model = "eval_reward"
+        if wanted.metric_for_best_model is not None and wanted.greater_is_better is None:
+            wanted.greater_is_better = not wanted.metric_for_best_model.endswith("loss")
 
     def changed(self) -> dict[str, Any]:
         """Return the fields that do not have TRL's default."""
@@ -75,6 +84,31 @@ class Arguments:
         return {
             name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in kept.items()
         }
+
+
+_NUMBERS = {int: "a whole number", float: "a number", bool: "True or False"}
+
+
+def _check_type(where: str, kind: Any, value: Any) -> None:
+    """Refuse text where a number belongs, which files of settings write for 1e-3, and the like."""
+    kinds = set(typing.get_args(kind)) or {kind}
+    numbers = [one for one in kinds if one in _NUMBERS]
+    if not numbers or not kinds <= {*_NUMBERS, type(None)}:
+        return
+    is_flag, is_number = isinstance(value, bool), isinstance(value, int | float) and not isinstance(value, bool)
+    whole = is_number and (float in kinds or value == int(value))
+    if not (value is None and type(None) in kinds) and not (is_flag if bool in kinds else whole):
+        raise ConfigError(f"{where} is not {' or '.join(_NUMBERS[one] for one in numbers)}.")
+
+
+def _parsed(where: str, value: Any) -> Any:
+    """Return a mapping that was given as JSON, as command lines do."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is no JSON: {error}.") from error
 
 
 def _same(value: Any, default: Any) -> bool:

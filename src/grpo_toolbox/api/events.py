@@ -10,8 +10,19 @@ from typing import Any
 
 from grpo_toolbox.api.metrics import logged_metrics
 from grpo_toolbox.callbacks import Callback, Due
+from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import RunInfo, Step
+
+
+def made_callback(given: Any) -> Any:
+    """Return a transformers callback, made if it is a class; ConfigError for anything else."""
+    from transformers import TrainerCallback
+
+    made = given() if isinstance(given, type) else given
+    if not isinstance(made, TrainerCallback):
+        raise ConfigError(f"callbacks: {given!r:.60} is no transformers.TrainerCallback: derive it from that.")
+    return made
 
 
 class Events(Callback):
@@ -25,7 +36,7 @@ class Events(Callback):
         from transformers import TrainerControl, TrainerState
 
         self.args = args
-        self.callbacks = [one() if isinstance(one, type) else one for one in callbacks]
+        self.callbacks = [made_callback(one) for one in callbacks]
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         self.tokens = 0.0

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_toolbox.data import check_rows
 from grpo_toolbox.errors import ConfigError, DataError
 from grpo_toolbox.rewards import REWARDS, Component, Reward, build_reward, combine
+from grpo_toolbox.rewards.build import FAILURES, with_failures
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,11 @@ def rows_of(dataset: Any, name: str, most: int | None = None) -> list[dict[str, 
         raise ConfigError(f"{name}={dataset!r:.60} must be a datasets.Dataset or a list of dicts with a prompt.")
     rows = [dict(row) for row in itertools.islice(dataset, most)]
     columns = {column for row in rows for column in row}
+    if rows and "prompt" not in columns:
+        raise DataError(
+            f"{name} needs a column 'prompt', and has {', '.join(sorted(columns))}: rename the one that holds the "
+            "questions, dataset.rename_column('question', 'prompt')."
+        )
     if columns & {*PICTURES}:
         raise ConfigError(
             f"{name} has pictures (column {', '.join(sorted(columns & {*PICTURES}))}), which come later: remove the "
@@ -50,10 +56,13 @@ def size_of(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def reward_of(functions: Any, weights: Sequence[Any] | None, tokenizers: Any) -> Reward:
+def reward_of(
+    functions: Any, weights: Sequence[Any] | None, tokenizers: Any, overrides: Mapping[str, Any] | None = None
+) -> Reward:
     """Make one reward of functions, names, reward models (a path or a loaded classifier with its tokenizer).
 
-    A name is that of one of our rewards, `my_module:my_fn`, or else the folder or hub name of a reward model.
+    A name is that of one of our rewards, `my_module:my_fn`, or else the folder or hub name of a reward model. Of
+    `overrides` it takes what every reward does with failures, such as `reward.on_error`.
     """
     listed = list(functions) if isinstance(functions, list | tuple) else [functions]
     if not listed or listed == [None]:
@@ -69,7 +78,9 @@ def reward_of(functions: Any, weights: Sequence[Any] | None, tokenizers: Any) ->
         raise ConfigError(
             f"reward_weights has {len(weights)} numbers for {len(parts)} reward_funcs: give one for each."
         )
-    return combine(parts, weights, name="given")
+    made = combine(parts, weights, name="given")
+    settings = {key: (overrides or {}).get(f"reward.{key}") for key in FAILURES}
+    return with_failures(made, {key: value for key, value in settings.items() if value is not None})
 
 
 def _reward(one: Any, tokenizer: Any) -> Any:

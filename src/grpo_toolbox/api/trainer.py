@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from grpo_toolbox.api.card import model_card, push_folder
 from grpo_toolbox.api.circumstances import refuse_later, refuse_processes, without_bars
 from grpo_toolbox.api.configs import GRPOConfig, RLOOConfig
-from grpo_toolbox.api.events import Events
+from grpo_toolbox.api.events import Events, made_callback
 from grpo_toolbox.api.folders import claimed, free_folder, resumed_from
 from grpo_toolbox.api.given import (
     checkpoint_model,
@@ -94,8 +94,12 @@ class GRPOTrainer:
             raise ConfigError("train_dataset is missing: pass a datasets.Dataset or a list of dicts with a prompt.")
         model = model.model if isinstance(model, GRPOTrainer) else model
         named = isinstance(model, str)
+        if not named and not hasattr(model, "config"):
+            raise ConfigError(
+                f"model={model!r:.60} must be a hub name, a folder, or a loaded model of transformers or PEFT."
+            )
         path = checkpoint_model(model) if named else model_named(model)
-        reward = reward_of(reward_funcs, self.args.reward_weights, reward_processing_classes)
+        reward = reward_of(reward_funcs, self.args.reward_weights, reward_processing_classes, self.args.overrides)
         keys = {"model.path": path, "reward": described_reward(reward), **four_bit_keys(quantization_config)}
         size = size_of(train_dataset)
         config, plain, pace, notes = translate(self.args, model=keys, rows=size, evaluates=eval_dataset is not None)
@@ -246,7 +250,7 @@ class GRPOTrainer:
 
     def add_callback(self, callback: Any) -> None:
         """Add a transformers TrainerCallback, an object or its class."""
-        self._events.callbacks.append(callback() if isinstance(callback, type) else callback)
+        self._events.callbacks.append(made_callback(callback))
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by the object or its class, and return it; None where there is none."""

@@ -161,6 +161,12 @@ def _rhythm(args: Arguments, pace: Pace, evaluates: bool) -> dict[str, Any]:
     _check_choice("save_strategy", saving, ("no", "steps", "epoch", "best"))
     if evaluating != "no" and not evaluates:
         raise ConfigError(f"eval_strategy={evaluating!r} has nothing to evaluate on: pass eval_dataset to the trainer.")
+    best = _of(args, "metric_for_best_model")
+    if _of(args, "load_best_model_at_end") and (evaluating == "no" or best not in ("reward", "eval_reward")):
+        raise ConfigError(
+            f"load_best_model_at_end with eval_strategy={evaluating!r} and metric_for_best_model={best!r}: the best "
+            "model is that of the highest eval_reward, so set eval_strategy and leave the metric out."
+        )
     every = {"no": 0, "epoch": pace.own(pace.per_epoch)}
     eval_steps = _of(args, "eval_steps") or _of(args, "logging_steps")
     return {

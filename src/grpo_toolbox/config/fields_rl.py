@@ -119,7 +119,7 @@ RL_FIELDS: tuple[Field, ...] = (
     ),
     joint(
         "scale_rewards",
-        str | bool,
+        str,
         "group",
         "advantage.name",
         "group or True: group_relative; batch: batch_normalized; none or False: dr_grpo",

@@ -89,8 +89,12 @@ def build_reward(name: str, *, where: str = "reward", **options: Any) -> Reward:
         one = combine([built])
         built = Reward(label, (replace(one.components[0], name=label),))
     failures = {key: value for key, value in options.items() if key in FAILURES}
-    parts = tuple(_with_settings(part, failures) for part in built.components)
-    return replace(built, components=parts, heldout=_heldout(options, where))
+    return replace(with_failures(built, failures), heldout=_heldout(options, where))
+
+
+def with_failures(reward: Reward, settings: Mapping[str, Any]) -> Reward:
+    """Return a reward whose parts do with failures what `settings` (keys of FAILURES) say, where they do not."""
+    return replace(reward, components=tuple(_with_settings(part, settings) for part in reward.components))
 
 
 def _with_settings(part: Component, settings: Mapping[str, Any]) -> Component:
