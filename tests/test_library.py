@@ -500,6 +500,40 @@ def test_rloo_trains(tmp_path: Path) -> None:
     assert "kl" in trainer.state.log_history[0]
 
 
+def test_what_is_pushed_is_the_model_its_tokenizer_and_its_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client is another's; this holds its place and says which files of the run folder it would upload."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked: dict[str, Any] = {}
+
+    class Api:
+        def __init__(self, token: str | None) -> None:
+            asked["token"] = token
+
+        def create_repo(self, repo: str, private: bool | None, exist_ok: bool) -> Any:
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/someone/{repo}")
+
+        def upload_folder(self, folder_path: Path, allow_patterns: Any, ignore_patterns: Any, **more: Any) -> str:
+            files = [str(one.relative_to(folder_path)) for one in folder_path.rglob("*") if one.is_file()]
+            kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            asked.update(more, files=sorted(kept))
+            return "a commit"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    args = config(tmp_path, push_to_hub=True, hub_model_id="small", hub_token="secret", hub_private_repo=True)
+    trainer = trained(tmp_path, args=args)
+    assert (asked["token"], asked["repo_id"], asked["run_as_future"]) == ("secret", "someone/small", False)
+    names = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert names <= set(asked["files"])
+    assert all(name in names or "token" in name for name in asked["files"])
+    assert "secret" not in (trainer.run_dir / "README.md").read_text()
+    assert trainer.push_to_hub("again", blocking=False) == "a commit"
+    assert (asked["commit_message"], asked["run_as_future"]) == ("again", True)
+
+
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--num_processes 1"):

@@ -68,6 +68,6 @@ def push_folder(
         commit_message=message,
         revision=revision,
         allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "README.md"],
-        ignore_patterns=["checkpoints/*", "traces/*", "wandb/*", "tensorboard/*", "trainer_state.json"],
+        ignore_patterns=["*/*", "trainer_state.json"],
         run_as_future=not blocking,
     )
