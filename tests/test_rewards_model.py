@@ -160,7 +160,6 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, device: str) -> Non
         ({"tokenizer": "x"}, r"reward\.tokenizer='x' goes with reward\.base_url"),
         ({"level": "step", "separator": " "}, r"reward\.separator=' ' must be what ends a step"),
         ({"base_url": "http://h", "max_length": 5}, r"reward\.max_length=5 goes with a model of this process"),
-        ({"base_url": "http://h", "level": "token"}, r"reward\.base_url scores whole completions"),
         ({"base_url": "h"}, r"reward\.base_url='h' must begin with http"),
         ({"base_url": "http://h", "endpoint": "rank"}, r"reward\.endpoint='rank' is not an option: classify, generic"),
     ],

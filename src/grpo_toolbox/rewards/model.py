@@ -6,19 +6,15 @@ them, averaged or by the least, are harder to over-optimise than one (Coste et a
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_toolbox.errors import ConfigError, unknown_option
-from grpo_toolbox.rewards.classifier import Classifier, load_tokenizer
+from grpo_toolbox.rewards.classifier import Classifier
 from grpo_toolbox.rewards.http import Patience
-from grpo_toolbox.rewards.model_server import COMBINE, ENDPOINTS, ServedModels, log_spread
-from grpo_toolbox.rewards.steps import AGGREGATES, Step, paid, step_scores, token_ends
-from grpo_toolbox.rewards.text import completion_text
-
-log = logging.getLogger(__name__)
+from grpo_toolbox.rewards.model_server import COMBINE, ENDPOINTS, ServedModels, Server, log_spread
+from grpo_toolbox.rewards.step_rewards import ServedSteps, StepPay, StepScores, Truncation
+from grpo_toolbox.rewards.steps import AGGREGATES
 
 LEVELS = ("completion", "step", "token")
 
@@ -37,6 +33,7 @@ def reward_model(
     base_url: str | None = None,
     endpoint: Literal["pooling", "classify", "score", "generic"] = "pooling",
     tokenizer: str | None = None,
+    step_mark: str | None = None,
     api_key_env: str | None = None,
     timeout: float = 60.0,
     retries: int = 3,
@@ -48,7 +45,8 @@ def reward_model(
 
     `level=completion`: the logit of a sequence classifier. `step` or `token`: a process reward model, a token
     classifier, read where `separator` ends a step, or at every token; what it says is paid at the policy's tokens, or,
-    with `aggregate`, made one number. `base_url` asks a server by one of ENDPOINTS instead, for whole completions.
+    with `aggregate`, made one number. `base_url` asks a server by one of ENDPOINTS instead; `step_mark` is what it
+    reads behind a step.
     ConfigError where a checkpoint cannot be loaded or is of another kind, and for options that do not go together.
     """
     paths = [path] if isinstance(path, str) else list(path)
@@ -59,16 +57,20 @@ def reward_model(
         "aggregate": aggregate,
         "policy_tokenizer": policy_tokenizer,
     }
-    together |= {"max_length": max_length, "base_url": base_url, "tokenizer": tokenizer}
-    _check_together(paths, batch_size, together)
+    together |= {"max_length": max_length, "base_url": base_url, "tokenizer": tokenizer, "step_mark": step_mark}
+    _check_together(paths, batch_size, {**together, "endpoint": endpoint})
+    ends = separator if level == "step" else None
     if base_url is not None:
         patience = Patience(timeout, retries, retry_wait, max_wait, max_concurrency)
-        return ServedModels(paths, ensemble, base_url, endpoint, tokenizer, api_key_env, batch_size, patience)
+        server = Server(paths, base_url, endpoint, tokenizer, api_key_env, batch_size, patience)
+        if level == "completion":
+            return ServedModels(server, ensemble)
+        return ServedSteps(server, StepPay(ensemble, aggregate, policy_tokenizer), ends, step_mark)
     head: Literal["sequence", "token"] = "sequence" if level == "completion" else "token"
     models = [Classifier(one, head, batch_size, max_length, device, dtype) for one in paths]
     if level == "completion":
         return CompletionScores(models, ensemble)
-    return StepScores(models, ensemble, None if level == "token" else separator, aggregate, policy_tokenizer)
+    return StepScores(models, StepPay(ensemble, aggregate, policy_tokenizer or models[0].tokenizer), ends)
 
 
 class CompletionScores:
@@ -79,7 +81,7 @@ class CompletionScores:
     def __init__(self, models: Sequence[Classifier], ensemble: str) -> None:
         self.models = models
         self._combine = COMBINE[ensemble]
-        self._truncation = _Truncation()
+        self._truncation = Truncation()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Any = None) -> list[float]:
         """One score per completion, the same as if each were scored alone."""
@@ -91,91 +93,6 @@ class CompletionScores:
         rows = [*zip(*per_model, strict=True)]
         log_spread(rows, log_metric)
         return [self._combine(row) for row in rows]
-
-
-class StepScores:
-    """The scores of the steps of a completion: paid at the policy's tokens, or made one number."""
-
-    __name__ = "reward_model"
-
-    def __init__(
-        self,
-        models: Sequence[Classifier],
-        ensemble: str,
-        separator: str | None,
-        aggregate: str | None,
-        policy_tokenizer: str | None,
-    ) -> None:
-        self.models = models
-        self.pays_per_token = aggregate is None
-        self._combine = COMBINE[ensemble]
-        self._separator = separator
-        self._aggregate = AGGREGATES[aggregate] if aggregate else None
-        self._policy_tokenizer = (
-            load_tokenizer(policy_tokenizer, "reward.policy_tokenizer") if policy_tokenizer else models[0].tokenizer
-        )
-        self._truncation = _Truncation()
-
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        log_metric: Any = None,
-        log_extra: Any = None,
-    ) -> list[Any]:
-        """Per completion its number, or the sum of its scores with `token_rewards`; None where a part did not fit."""
-        texts = [completion_text(completion) for completion in completions]
-        per_model = []
-        for model in self.models:
-            steps, long = step_scores(model, prompts, texts, self._separator)
-            self._truncation.say(model, long, log_metric)
-            per_model.append(steps)
-        if log_extra is not None:
-            shown = per_model[0]
-            log_extra("step_scores", [None if one is None else [score for _, score in one] for one in shown])
-        rows = [*zip(*per_model, strict=True)]  # per completion, of each model
-        if self._aggregate is not None:
-            whole = [self._aggregated(row) for row in rows]
-            log_spread([numbers for numbers in whole if numbers is not None], log_metric)
-            return [None if numbers is None else self._combine(numbers) for numbers in whole]
-        if completion_ids is None:
-            raise TypeError("reward_model pays per token and needs completion_ids")
-        return [self._paid(row, *one) for row, one in zip(rows, zip(completion_ids, texts, strict=True), strict=True)]
-
-    def _aggregated(self, steps: Sequence[list[Step] | None]) -> list[float] | None:
-        """The number of each model, None where one has none."""
-        assert self._aggregate is not None
-        numbers = [self._aggregate([score for _, score in one]) for one in steps if one is not None]
-        return numbers if len(numbers) == len(steps) else None
-
-    def _paid(self, steps: Sequence[list[Step] | None], ids: Sequence[int], text: str) -> dict[str, Any] | None:
-        ends = token_ends(self._policy_tokenizer, ids, text)
-        per_model = [paid(one, ends) for one in steps if one is not None]
-        if len(per_model) < len(steps):
-            return None
-        pay = [self._combine(token) for token in zip(*per_model, strict=True)]
-        return {"score": math.fsum(pay), "token_rewards": pay}
-
-
-class _Truncation:
-    """What has been said about texts that were too long: each model's are reported once, and always counted."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def say(self, model: Classifier, long: int, log_metric: Any) -> None:
-        if log_metric is not None:
-            log_metric("reward_model/truncated_total", long)
-        if long and model.path not in self._said:
-            self._said.add(model.path)
-            log.warning(
-                "reward_model: %d texts exceed the %d tokens of %s and lost their beginning; the metric"
-                " reward_model/truncated_total counts them.",
-                long,
-                model.max_length,
-                model.path,
-            )
 
 
 def _check_choices(**chosen: str | None) -> None:
@@ -197,17 +114,26 @@ def _check_together(paths: Sequence[Any], batch_size: int, options: Mapping[str,
             f"reward.separator={options['separator']!r} must be what ends a step, such as a blank line;"
             " reward.level=token scores every token."
         )
-    behind_server, whole = options["base_url"] is not None, options["level"] == "completion"
+    level, behind_server = options["level"], options["base_url"] is not None
+    whole = level == "completion"
     misplaced = {
         "aggregate": (whole, "reward.level=step or token"),
         "policy_tokenizer": (whole or options["aggregate"] is not None, "rewards that are paid per token"),
+        "step_mark": (not behind_server or level != "step", "reward.level=step behind a server"),
         "tokenizer": (not behind_server, "reward.base_url; a checkpoint brings its own"),
         "max_length": (behind_server, "a model of this process; a server says itself what is too long"),
     }
     for name, (is_misplaced, goes_with) in misplaced.items():
         if is_misplaced and options[name] is not None:
             raise ConfigError(f"reward.{name}={options[name]!r} goes with {goes_with}: set it to null.")
-    if behind_server and not whole:
+    spoken = {"completion": [*ENDPOINTS], "step": ["pooling", "generic"], "token": ["generic"]}[level]
+    if behind_server and options["endpoint"] not in spoken:
         raise ConfigError(
-            "reward.base_url scores whole completions: set reward.level=completion, or give a folder without it."
+            f"reward.level={level} behind a server is asked for by reward.endpoint={' or '.join(spoken)}, not by"
+            f" {options['endpoint']}."
+        )
+    if behind_server and not whole and options["aggregate"] is None and options["policy_tokenizer"] is None:
+        raise ConfigError(
+            "a process reward model behind a server pays per token: name the policy's tokenizer,"
+            " reward.policy_tokenizer=${model.path}, or set reward.aggregate=min for one number per completion."
         )

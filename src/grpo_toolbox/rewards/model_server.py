@@ -16,6 +16,7 @@ from grpo_toolbox.rewards.http import Patience, Session, Sessions, Traffic, addr
 from grpo_toolbox.rewards.text import completion_text, content_text, without_control_tokens
 
 T = TypeVar("T")
+Chat = list[dict[str, Any]]
 
 COMBINE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": statistics.fmean, "min": min}
 """What several models say together."""
@@ -26,44 +27,41 @@ class Endpoint:
     """One way of asking for scores."""
 
     path: str
-    body: Callable[[list[dict[str, Any]], str | None], dict[str, Any]]
+    body: Callable[[Chat, str | None], dict[str, Any]]
     """What is sent of a conversation, or of the text that it makes where a tokenizer is at hand."""
-    read: Callable[[Any], float]
-    """The score in what comes back; LookupError, TypeError or ValueError for another form."""
+    scores: Callable[[Any], Any]
+    """Where the scores stand in what comes back; LookupError or TypeError for another form."""
 
 
 ENDPOINTS: Mapping[str, Endpoint | None] = {
     "pooling": Endpoint(
         "/pooling",
         lambda chat, text: {"messages": chat} if text is None else {"input": text},
-        lambda answer: _only_number(answer["data"][0]["data"]),
+        lambda answer: answer["data"][0]["data"],
     ),
     "classify": Endpoint(
         "/classify",
         # the logit, not what a sigmoid or a softmax of one class makes of it
         lambda chat, text: {**({"messages": chat} if text is None else {"input": text}), "use_activation": False},
-        lambda answer: _only_number(answer["data"][0]["probs"]),
+        lambda answer: answer["data"][0]["probs"],
     ),
     "score": Endpoint(
         "/score",
         lambda chat, _: {"text_1": _spoken(chat[:-1]), "text_2": chat[-1]["content"]},
-        lambda answer: _only_number(answer["data"][0]["score"]),
+        lambda answer: answer["data"][0]["score"],
     ),
     "generic": None,
 }
 """`generic` posts `{"model", "prompts": [...], "completions": [...]}` to the address itself and wants
-`{"scores": [...]}`, one number or null per completion."""
+`{"scores": [...]}`, one or null per completion."""
 
 
-class ServedModels:
-    """The scores that a server gives, as a reward; a row that could not be asked about holds the exception."""
-
-    __name__ = "reward_model"
+class Server:
+    """Asks a server about completions; a row that could not be asked about holds the exception."""
 
     def __init__(
         self,
         models: Sequence[str],
-        ensemble: str,
         base_url: str,
         endpoint: str,
         tokenizer: str | None,
@@ -72,70 +70,117 @@ class ServedModels:
         patience: Patience,
     ) -> None:
         self._models = models
-        self._combine = COMBINE[ensemble]
         self._endpoint = ENDPOINTS[endpoint]
         self._address = address(base_url, self._endpoint.path if self._endpoint else "", api_key_env)
         self._tokenizer = load_tokenizer(tokenizer, "reward.tokenizer") if tokenizer else None
         self._batch_size = batch_size
         self._sessions = Sessions(patience)
 
-    async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Any = None
-    ) -> list[float | Exception | None]:
-        """One score per completion."""
-        rows = [*zip(prompts, completions, strict=True)]
+    async def ask(
+        self,
+        chats: Sequence[Chat],
+        plain: Mapping[str, Sequence[Any]],
+        reads: Sequence[Callable[[Any], T]],
+        log_metric: Any,
+    ) -> list[tuple[T | Exception | None, ...]]:
+        """Per row what each model says, as the row's own of `reads` has it (ValueError for what is no score).
+
+        A request holds one of `chats`, or in the form `generic` a batch of what stands in `plain`.
+        """
         traffic = Traffic()
         ask = self._each if self._endpoint else self._batches
         async with self._sessions.session() as session:
-            per_model = await asyncio.gather(*(ask(session, model, rows, traffic) for model in self._models))
-        rows_said = [*zip(*per_model, strict=True)]
+            said = (ask(session, model, chats, plain, reads, traffic) for model in self._models)
+            per_model = await asyncio.gather(*said)
         if log_metric is not None:
             log_metric("reward_model/requests_total", traffic.requests)
             log_metric("reward_model/retries_total", traffic.retries)
-        log_spread([row for row in rows_said if all(isinstance(one, float) for one in row)], log_metric)
-        return [self._together(row) for row in rows_said]
-
-    def _together(self, said: Sequence[float | Exception | None]) -> float | Exception | None:
-        """What the models say about one row: nothing where one of them says nothing."""
-        failure = next((one for one in said if isinstance(one, Exception)), None)
-        numbers = [one for one in said if isinstance(one, float)]
-        return failure if failure is not None or len(numbers) < len(said) else self._combine(numbers)
+        return [*zip(*per_model, strict=True)]
 
     async def _each(
-        self, session: Session, model: str, rows: Sequence[tuple[Any, Any]], traffic: Traffic
-    ) -> list[float | Exception | None]:
+        self,
+        session: Session,
+        model: str,
+        chats: Sequence[Chat],
+        plain: Mapping[str, Sequence[Any]],
+        reads: Sequence[Callable[[Any], T]],
+        traffic: Traffic,
+    ) -> list[T | Exception | None]:
         """A request per row."""
-        assert self._endpoint is not None
-        bodies = [{"model": model, **self._endpoint.body(chat, self._text(chat))} for chat in map(_chat, rows)]
-        asked = (session.post(self._address, body, self._endpoint.read, traffic) for body in bodies)
+        endpoint = self._endpoint
+        assert endpoint is not None
+        bodies = [{"model": model, **endpoint.body(chat, self._text(chat))} for chat in chats]
+
+        def reader(read: Callable[[Any], T]) -> Callable[[Any], T]:
+            return lambda answer: read(endpoint.scores(answer))
+
+        asked = (
+            session.post(self._address, body, reader(read), traffic) for body, read in zip(bodies, reads, strict=True)
+        )
         return [*await asyncio.gather(*map(_outcome, asked))]
 
     async def _batches(
-        self, session: Session, model: str, rows: Sequence[tuple[Any, Any]], traffic: Traffic
-    ) -> list[float | Exception | None]:
+        self,
+        session: Session,
+        model: str,
+        chats: Sequence[Chat],
+        plain: Mapping[str, Sequence[Any]],
+        reads: Sequence[Callable[[Any], T]],
+        traffic: Traffic,
+    ) -> list[T | Exception | None]:
         """A request per batch, in the plain form; a batch that failed has failed for each of its rows."""
-        batches = [rows[start : start + self._batch_size] for start in range(0, len(rows), self._batch_size)]
-        bodies = [
-            {"model": model, "prompts": [prompt for prompt, _ in batch], "completions": [one for _, one in batch]}
-            for batch in batches
-        ]
+        parts = [slice(start, start + self._batch_size) for start in range(0, len(chats), self._batch_size)]
         asked = (
-            session.post(self._address, body, functools.partial(_scores, size=len(batch)), traffic)
-            for body, batch in zip(bodies, batches, strict=True)
+            session.post(
+                self._address,
+                {"model": model, **{name: [*values[part]] for name, values in plain.items()}},
+                functools.partial(_scores, reads=reads[part]),
+                traffic,
+            )
+            for part in parts
         )
         answers = await asyncio.gather(*map(_outcome, asked))
         return [
             score
-            for answer, batch in zip(answers, batches, strict=True)
-            for score in (answer if isinstance(answer, list) else [answer] * len(batch))
+            for answer, part in zip(answers, parts, strict=True)
+            for score in (answer if isinstance(answer, list) else [answer] * len(chats[part]))
         ]
 
-    def _text(self, chat: list[dict[str, Any]]) -> str | None:
+    def _text(self, chat: Chat) -> str | None:
         if self._tokenizer is None:
             return None
         if self._tokenizer.chat_template is None:
             return _spoken(chat)
         return str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+
+
+class ServedModels:
+    """The scores that a server gives, as a reward; a row that could not be asked about holds the exception."""
+
+    __name__ = "reward_model"
+
+    def __init__(self, server: Server, ensemble: str) -> None:
+        self._server = server
+        self._combine = COMBINE[ensemble]
+
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Any = None
+    ) -> list[float | Exception | None]:
+        """One score per completion."""
+        chats = [chat(*row) for row in zip(prompts, completions, strict=True)]
+        plain = {"prompts": prompts, "completions": completions}
+        rows = await self._server.ask(chats, plain, [only_number] * len(chats), log_metric)
+        log_spread([row for row in rows if all(isinstance(one, float) for one in row)], log_metric)
+        return [self._together(row) for row in rows]
+
+    def _together(self, said: Sequence[float | Exception | None]) -> float | Exception | None:
+        numbers = [one for one in said if isinstance(one, float)]
+        return missing(said) if len(numbers) < len(said) else self._combine(numbers)
+
+
+def missing(said: Sequence[Any]) -> Exception | None:
+    """Why a row has no score, of what the models say about it: the first failure; None where one says nothing."""
+    return next((one for one in said if isinstance(one, Exception)), None)
 
 
 async def _outcome(asked: Coroutine[Any, Any, T]) -> T | Exception:
@@ -145,9 +190,8 @@ async def _outcome(asked: Coroutine[Any, Any, T]) -> T | Exception:
         return error
 
 
-def _chat(row: tuple[Any, Any]) -> list[dict[str, Any]]:
+def chat(prompt: Any, completion: Any) -> Chat:
     """Prompt and completion as one conversation, without control tokens in what the policy wrote."""
-    prompt, completion = row
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     said = without_control_tokens(completion_text(completion))
     return [*asked, {"role": "assistant", "content": said}]
@@ -157,7 +201,7 @@ def _spoken(chat: Sequence[Mapping[str, Any]]) -> str:
     return "".join(content_text(message.get("content")) for message in chat)
 
 
-def _only_number(value: Any) -> float:
+def only_number(value: Any) -> float:
     """The one number in (lists of) lists; ValueError where there are several, or it is no finite number."""
     while isinstance(value, list):
         (value,) = value
@@ -166,11 +210,11 @@ def _only_number(value: Any) -> float:
     return float(value)
 
 
-def _scores(answer: Any, size: int) -> list[float | None]:
-    scores = [None if one is None else _only_number(one) for one in answer["scores"]]
-    if len(scores) != size:
+def _scores(answer: Any, reads: Sequence[Callable[[Any], T]]) -> list[T | None]:
+    found = answer["scores"]
+    if len(found) != len(reads):
         raise ValueError("another number of scores")
-    return scores
+    return [None if one is None else read(one) for one, read in zip(found, reads, strict=True)]
 
 
 def log_spread(rows: Sequence[Sequence[Any]], log_metric: Any) -> None:
