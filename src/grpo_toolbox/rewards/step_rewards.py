@@ -148,6 +148,7 @@ class Truncation:
         self._said: set[str] = set()
 
     def say(self, model: Classifier, long: int, log_metric: Any) -> None:
+        """Count the texts of a call that were too long, and warn of a model's first."""
         if log_metric is not None:
             log_metric("reward_model/truncated_total", long)
         if long and model.path not in self._said:

@@ -7,8 +7,9 @@
 `hacks.py` finds programs that go for the grader, and `monitor.py` counts them in a run.
 """
 
+from grpo_toolbox.rewards.code.extraction import find_code
 from grpo_toolbox.rewards.code.hacks import Hack, detect_hacks
 from grpo_toolbox.rewards.code.member import code
 from grpo_toolbox.rewards.code.monitor import hack_monitor
 
-__all__ = ["Hack", "code", "detect_hacks", "hack_monitor"]
+__all__ = ["Hack", "code", "detect_hacks", "find_code", "hack_monitor"]
