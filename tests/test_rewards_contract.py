@@ -437,6 +437,14 @@ def test_sys_exit_does_not_end_the_run() -> None:
             score(function)
 
 
+def test_a_plain_function_that_was_cancelled_within_fails_like_any_other() -> None:
+    def f(completions: list[str]) -> list[float]:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match="it ended with CancelledError"):
+        combine([f])(completions=["a", "b"])
+
+
 def test_a_tolerant_reward_still_may_not_return_nonsense() -> None:
     with pytest.raises(RewardError, match="returned nan"):
         score(returning([math.nan, 0.0, 0.0, 0.0]), on_error="skip")
