@@ -202,6 +202,15 @@ GOLDS: dict[str, list[dict[str, Any]]] = {
             "wrong": json.dumps({**READ_OUT, "issue_type": "broken"}),
         }
     ],
+    "cosine_length": [
+        {
+            "options": {"max_tokens": 100, "correct": "numeric", "wrong_short": 0.0, "wrong_long": 0.0},
+            "answer": "#### 3",
+            "completion_ids": [],
+            "right": "#### 3",
+            "wrong": "#### 4",
+        }
+    ],
     "code": [
         {"tests": TESTS, "right": fenced(PROGRAMS["honest"]), "wrong": fenced(PROGRAMS["merely wrong"])},
         {
@@ -221,14 +230,14 @@ GOLDS: dict[str, list[dict[str, Any]]] = {
 
 def full() -> None:
     """Feed gold answers, and answers near them, through every verifier; AssertionError where one is misjudged."""
-    print(f"{'verifier':12} {'golds paid':>11} {'others paid':>12}")
+    print(f"{'verifier':14} {'golds paid':>11} {'others paid':>12}")
     for name, cases in GOLDS.items():
         paid = [judge_gold(name, dict(case)) for case in cases]
         golds, others = (sum(column) for column in zip(*paid, strict=True))
-        print(f"{name:12} {golds:>9}/{len(paid)} {others:>10}/{len(paid)}")
+        print(f"{name:14} {golds:>9}/{len(paid)} {others:>10}/{len(paid)}")
         assert (golds, others) == (len(paid), 0), f"{name} misjudges a known answer"
     rest = [name for name in REWARDS if name not in GOLDS]
-    print(f"without gold answers, as they measure, add up, or ask a model: {', '.join(rest)}")
+    print(f"without gold answers, as they charge, add up, or ask a model: {', '.join(rest)}")
 
 
 def judge_gold(name: str, case: dict[str, Any]) -> tuple[bool, bool]:

@@ -47,7 +47,10 @@ def test_full_feeds_golds_through_every_verifier(
 ) -> None:
     run(example, monkeypatch, "--full")
     out = capsys.readouterr().out
-    assert all(f"\n{name} " in out for name in ("exact_match", "math", "numeric", "format", "json_schema", "code"))
+    assert all(
+        f"\n{name} " in out
+        for name in ("exact_match", "math", "numeric", "format", "json_schema", "cosine_length", "code")
+    )
 
 
 def test_full_fails_on_a_verifier_that_misjudges(
