@@ -146,6 +146,21 @@ def test_a_killed_supervisor_s_candidate_ends_at_once(kind: str, user: str) -> N
         assert time.monotonic() - began < Limits(timeout=1.0).life_seconds
 
 
+@both
+@users
+def test_the_first_process_is_out_of_its_candidate_s_reach(kind: str, user: str) -> None:
+    """It cannot be written to, nor be stopped; the candidate's own memory is its own."""
+    look = (
+        "import os, signal\nfor name, how in (('mem', 'r+b'), ('mem', 'rb'), ('maps', 'rb'), ('environ', 'rb')):\n"
+        "    try: open(f'/proc/1/{name}', how).read(1)\n    except OSError: continue\n    raise AssertionError(name)\n"
+        "for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):\n    try: os.kill(1, number)\n"
+        "    except PermissionError: pass\n"
+        "assert open('/proc/self/maps').read()\ndef double(n): return 2 * n"
+    )
+    with supervised(kind, user, look) as running:
+        assert running.communicate(timeout=60) == ("passed\n", "")
+
+
 def test_a_sandbox_s_own_end_comes_after_every_end_that_the_judge_sets() -> None:
     """The judge waits 10 s, and up to 3 · 10 s more for a busy machine."""
     assert Limits(timeout=10.0).life_seconds == 50

@@ -114,7 +114,10 @@ class Call:
             answer = within(self._limit, call)
         except Exception as error:  # a user's function may raise anything
             self._future.set_exception(error)
-        except (SystemExit, asyncio.CancelledError) as error:  # as code under test may try to: no reward ends the run so
+        except (
+            SystemExit,
+            asyncio.CancelledError,
+        ) as error:  # as code under test may try to: no reward ends the run so
             self._future.set_exception(_ended(error))
         else:
             component.nature.waits = inspect.isawaitable(answer)
