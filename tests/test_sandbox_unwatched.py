@@ -138,12 +138,10 @@ def test_a_stopped_supervisor_s_candidate_cannot_multiply_and_comes_to_its_end(k
 @users
 def test_a_killed_supervisor_s_candidate_ends_at_once(kind: str, user: str) -> None:
     token = f"9{uuid.uuid4().int % 10**8}"
-    with supervised(kind, user, FORKING.replace("{token}", token)) as running:
+    with supervised(kind, user, FORKING.replace("{token}", token), last_seconds=3600.0) as running:
         assert until(20, token, gone=False)
         running.kill()
-        began = time.monotonic()
-        assert until(30, token, gone=True) == []
-        assert time.monotonic() - began < Limits(timeout=1.0).life_seconds
+        assert until(60, token, gone=True) == []  # not by the alarm, which is an hour away
 
 
 @both
