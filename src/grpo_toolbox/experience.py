@@ -96,10 +96,11 @@ def experiences(run: Run, generation: Generation, number: int, clock: Clock) -> 
     )
     stale = generation.ahead and any(one.oldest_version < number - 1 for one in rollouts)
     # with a correction the ratio is to the policy as the update begins, and the correction takes it on to the sampler
-    whole = replace(whole, off_policy=stale and not run.objective.corrects and run.generation.old_is_sampler)
+    corrected = run.controlled_objective().corrects
+    whole = replace(whole, off_policy=stale and not corrected and run.generation.old_is_sampler)
     if run.generation.steps_per_generation == 1:
         return [whole]
-    again = not run.generation.reuse_logps or (stale and run.objective.corrects)
+    again = not run.generation.reuse_logps or (stale and corrected)
     return _dealt(run, whole, clock, compute_old=again and not whole.off_policy)
 
 

@@ -139,10 +139,10 @@ def _check_sampling(config: RunConfig) -> None:
             "Set rollout.temperature above 0 (1.0 samples from the policy itself)."
         )
     background = rollout.async_
-    if background.enabled and background.in_flight != "none" and rollout.engine != "local":
+    if background.enabled and background.in_flight != "none" and rollout.engine in ("hf", "http"):
         raise ConfigError(
-            f"rollout.async.in_flight={background.in_flight} needs rollout.engine=local: with {rollout.engine} "
-            "completions end with the weights that they began with. Set rollout.async.in_flight=none."
+            f"rollout.async.in_flight={background.in_flight} needs rollout.engine=local, vllm or sglang: with "
+            f"{rollout.engine} completions end with the weights that they began with. Set rollout.async.in_flight=none."
         )
 
 

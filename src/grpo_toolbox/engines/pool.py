@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Self
@@ -26,6 +26,8 @@ from grpo_toolbox.errors import Cancelled, EngineError
 from grpo_toolbox.types import LogpKind, Prompt, Rollout, Sampling
 
 log = logging.getLogger(__name__)
+
+_LOOK = 0.05
 
 
 class ServerEngine:
@@ -54,6 +56,9 @@ class ServerEngine:
         self._kind: LogpKind = "processed"
         self._known: dict[Server, Served] = {}
         self._running: _Running | None = None
+        self._newer: Callable[[], int | None] = lambda: None
+        self._look: float | None = None
+        """Seconds between looks for newer weights while completions are drawn; None where none come in flight."""
         self._executor = ThreadPoolExecutor(len(self._servers), thread_name_prefix="admit")
 
     @property
@@ -126,7 +131,7 @@ class ServerEngine:
             executor=self._executor,
         )
         with _Running(dispatch, _jobs(prompts, group_size, sampling.seed), done) as self._running:
-            while (item := done.get()) is not None:
+            while (item := self._next(done)) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 row = item.row
@@ -134,6 +139,24 @@ class ServerEngine:
                 if on_finished is not None:
                     on_finished(row, rollouts[row])
         return [rollouts[row] for row in range(len(prompts) * group_size)]
+
+    def in_flight(self, newer: Callable[[], int | None], *, recompute: bool) -> None:
+        """From now on ask `newer` while completions are drawn, and send the weights that it says are there.
+
+        What becomes of the cache the weight sync was told when it was made. A completion's tokens carry the version at
+        which they were asked for: those that newer weights drew after that are younger than they say.
+        """
+        self._newer, self._look = newer, _LOOK
+
+    def _next(self, done: queue.SimpleQueue[Job | BaseException | None]) -> Job | BaseException | None:
+        while True:
+            version = self._newer()
+            if version is not None:
+                self.sync(version)
+            try:
+                return done.get(timeout=self._look)
+            except queue.Empty:  # time to look again
+                continue
 
     def cancel(self) -> None:
         """Give up the `generate` that is under way; servers drop what nobody waits for."""
