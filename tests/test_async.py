@@ -107,7 +107,11 @@ SYNCHRONOUS = {
 }
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+ALWAYS = ["full", "generation"]
+SELDOM = [name for name in SYNCHRONOUS if name not in ALWAYS]
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(one, marks=pytest.mark.slow) for one in SELDOM)])
 def test_without_staleness_it_is_synchronous_training_bit_for_bit(name: str, tmp_path: Path) -> None:
     given = (*SYNCHRONOUS[name], "callbacks.trace_rollouts={every: 1}", "trainer.max_steps=4")
     assert toolbox_train(*given, f"run_dir={tmp_path / 'plain'}") == 0
@@ -124,7 +128,7 @@ def test_without_staleness_it_is_synchronous_training_bit_for_bit(name: str, tmp
     assert differences(one, other) == []
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_which_weights_sample_what_is_counted_and_not_timed(k: int, tmp_path: Path) -> None:
     """Two runs whose rewards linger for other times are one run; step n learns from weights n − 1 − k."""
     given = (*LINGERING, *ahead(k), *EVALUATED, "trainer.max_steps=7")
@@ -201,7 +205,7 @@ def test_an_evaluation_is_of_the_newest_weights(tmp_path: Path) -> None:
 # ---- weights that come in flight
 
 
-@pytest.mark.parametrize("how", ["keep", "recompute"])
+@pytest.mark.parametrize("how", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
 def test_weights_come_in_flight(how: str, tmp_path: Path) -> None:
     """The trainer waits for nobody while long completions are drawn, so newer weights come half-way."""
     given = (
@@ -312,8 +316,15 @@ STOPPING = (
 )
 
 
-WHERE = ["SIGTERM:rollouts:5", "SIGINT:update:4", "SIGTERM:evaluation:5"]
-OFTEN = ["SIGINT:rollouts:3", "SIGTERM:rollouts:2", "SIGTERM:update:2", "SIGINT:update:5", "SIGINT:evaluation:3"]
+WHERE = ["SIGTERM:rollouts:5", "SIGINT:update:4"]
+OFTEN = [
+    "SIGTERM:evaluation:5",
+    "SIGINT:rollouts:3",
+    "SIGTERM:rollouts:2",
+    "SIGTERM:update:2",
+    "SIGINT:update:5",
+    "SIGINT:evaluation:3",
+]
 
 
 @pytest.mark.parametrize("where", [*WHERE, *(pytest.param(one, marks=pytest.mark.slow) for one in OFTEN)])
@@ -330,7 +341,14 @@ def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_had_not_been(
     assert_same(run_dir, whole)
 
 
-@pytest.mark.parametrize("changes", [(), ("rollout.async.max_staleness=0",), ("rollout.async.enabled=false",)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("rollout.async.max_staleness=0",), marks=pytest.mark.slow),
+        ("rollout.async.enabled=false",),
+    ],
+)
 def test_what_had_been_made_ahead_is_kept(changes: tuple[str, ...], tmp_path: Path) -> None:
     """Resumed with less staleness or none, the prompts go on in the same order."""
     given = (*TRACED, *ahead(3), "rollout.async.on_stale=mask")
@@ -425,7 +443,7 @@ def test_kills_at_random_instants_change_nothing(tmp_path: Path) -> None:
     assert_same(tmp_path / "killed", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT"])
 def test_a_process_that_is_stopped_ends_at_once(name: str, tmp_path: Path) -> None:
     """With the background in the middle of long completions, and no noise of a thread that was cut off."""
     given = (*DIGITS, *ahead(2), "rollout.max_new_tokens=100", "rollout.group_size=16", "trainer.max_steps=100000")
