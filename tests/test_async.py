@@ -154,6 +154,7 @@ def test_no_prompt_is_lost_and_none_comes_twice(tmp_path: Path) -> None:
     assert toolbox_train(*LINGERING, *ahead(3), "trainer.max_steps=9", f"run_dir={tmp_path / 'ahead'}") == 0
     assert prompts(tmp_path / "ahead") == prompts(tmp_path / "plain")
     assert len(prompts(tmp_path / "ahead")) == 36
+    assert [line["async/prompts_drawn"] for line in numbers(tmp_path / "ahead")] == [4 * step for step in range(1, 10)]
 
 
 class Positions(Callback):

@@ -279,7 +279,8 @@ class Background:
         with stages("take_over"):
             self._take_over(run, lambda: self._released if self._in_flight != "none" else self._wanted(self._number))
         made = sample_generation(run, self._number, stages)
-        metrics = {**made.metrics, **stages.stages(made.rollouts), "time/engine_idle": self._idle}
+        drawn = {"async/prompts_drawn": float(run.data.state_dict()["position"])}
+        metrics = {**made.metrics, **stages.stages(made.rollouts), "time/engine_idle": self._idle, **drawn}
         with self._changed:
             self._queue.append(replace(made, metrics=metrics, ahead=True))
             self._number += steps_served(run, made)
