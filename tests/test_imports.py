@@ -24,7 +24,7 @@ LAYERS = (
     ("surrogates", "ratios", "selection", "advantages", "batch"),
     # models stand above batch: their forward pass takes one
     ("objectives", "rewards", "data", "models", "callbacks", "checkpoint"),
-    ("engines", "critic"),
+    ("engines", "critic", "mismatch"),
     ("rollout", "run"),
     ("evaluation", "update"),
     ("experience",),
@@ -49,6 +49,7 @@ ROOMS_OF = {
     "rich": {"callbacks/display.py", "callbacks/screen.py"},
     "safetensors": {"checkpoint.py"},
     "numpy": {"checkpoint.py", "engines/sampling.py"},
+    "vllm": {"engines/sync/on_server/toolbox_vllm.py"},  # which runs in vLLM's environment
     "yaml": {"cli/overrides.py", "config/folder.py"},
 }
 """Packages that may be imported at a module's top, and where; all others only inside the function that needs them."""

@@ -35,6 +35,8 @@ class Batch:
     """(B, 1), or (B, T) where the estimator is per token."""
     sampler_logps: Tensor
     """(B, T) what the engine reported."""
+    versions: Tensor | None = None
+    """(B, T) of the weights that drew each token: the number of the step that made them."""
     old_logps: Tensor | None = None
     """(B, T) under the policy that the update started from; None while that is the policy itself."""
     ref_logps: Tensor | None = None
@@ -117,6 +119,7 @@ def collate(rollouts: Sequence[Rollout], advantages: Tensor, *, mask_truncated: 
         mask=written(rollouts) & ~cut_off.unsqueeze(1),
         advantages=per_row[:, :longest] if per_row.ndim == 2 else per_row.unsqueeze(1),
         sampler_logps=pad_rows([rollout.logps for rollout in rollouts]),
+        versions=pad_rows([rollout.token_versions for rollout in rollouts]).long(),
     )
 
 

@@ -48,7 +48,8 @@ class Objective:
     kl_unbiased: bool = False
     """Multiply the KL by each token's ratio, not held constant: the gradient is KL(π‖π_ref)'s (DeepSeek-V3.2, 2025)."""
     correction: str = "none"
-    """Weight for a sampler that is not quite the policy: none, or a name of `ratios.CORRECTIONS`."""
+    """Weight for a sampler that is not quite the policy: none, a name of `ratios.CORRECTIONS`, or auto: none, truncated
+    tokens or masked sequences, by what is measured."""
     correction_min: float | None = None
     correction_max: float | None = None
     """Bounds of the weight; None takes that of the correction's paper, 0 and inf are none."""
@@ -107,6 +108,11 @@ class Objective:
             raise ConfigError(
                 f"objective.clip_cov_min={self.clip_cov_min} must be below clip_cov_max={self.clip_cov_max}."
             )
+        if self.correction == "auto" and not (self.correction_min is None and self.correction_max is None):
+            raise ConfigError(
+                "objective.correction_min and correction_max belong to a named correction: leave them out with "
+                "objective.correction=auto, or name one."
+            )
         self.make_correction()  # its bounds are checked where it is made
 
     def _check_choices(self) -> None:
@@ -115,7 +121,7 @@ class Objective:
             "loss_agg": AGGREGATIONS,
             "kl": KL,
             "kl_in": ("loss", "reward"),
-            "correction": ("none", *CORRECTIONS),
+            "correction": ("none", "auto", *CORRECTIONS),
         }
         for key, options in choices.items():
             if getattr(self, key) not in options:
@@ -127,8 +133,8 @@ class Objective:
         return self.correction != "none"
 
     def make_correction(self) -> Correction | None:
-        """Return the sampler correction, with its paper's bounds where none are set."""
-        if self.correction == "none":
+        """Return the sampler correction, with its paper's bounds where none are set; None while auto has not chosen."""
+        if self.correction in ("none", "auto"):
             return None
         made = CORRECTIONS[self.correction]
         low = made.low if self.correction_min is None else self.correction_min

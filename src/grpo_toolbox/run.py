@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.callbacks import Callback, Due
-from grpo_toolbox.controllers import EntropyControl, KlControl
+from grpo_toolbox.controllers import CorrectionControl, EntropyControl, KlControl
 from grpo_toolbox.critic import Critic
 from grpo_toolbox.data import PromptStream
 from grpo_toolbox.engines import Engine
+from grpo_toolbox.engines.watch import SyncWatch
 from grpo_toolbox.models.load import Reference
 from grpo_toolbox.objectives import Objective
 from grpo_toolbox.rewards import Divergence, ErrorBudget, Reward
@@ -186,6 +188,10 @@ class Run:
     """Metrics of the last finished step while its evaluation is due: a run that stops in it evaluates when resumed."""
     entropy_control: EntropyControl | None = None
     kl_control: KlControl | None = None
+    correction_control: CorrectionControl | None = None
+    """Where objective.correction=auto."""
+    watch: SyncWatch | None = None
+    """The probe of what a sync brought, where there is one."""
     critic: Critic | None = None
     """Where the advantage asks for values."""
     reference_every: int = 0
@@ -217,24 +223,44 @@ class Run:
         if self.divergence and state["divergence"]:
             self.divergence.load_state_dict(state["divergence"])
 
-    def controls(self) -> dict[str, EntropyControl | KlControl]:
+    def sync_engine(self, version: int) -> None:
+        """Let the engine take over the weights it samples with, and probe whether it has them."""
+        self.engine.sync(version)
+        if self.watch is None:
+            return
+        noise = self.watch.after_sync(partial(self.engine.sync, version))
+        if noise is not None and self.correction_control and version == 0:
+            self.correction_control.observe(noise.mean, noise.max)
+
+    def probed(self) -> dict[str, float]:
+        """Return what the latest probe measured, once."""
+        return {} if self.watch is None else self.watch.measured()
+
+    def controls(self) -> dict[str, EntropyControl | KlControl | CorrectionControl]:
         """Return the controllers that are in use, by name."""
-        both = {"entropy": self.entropy_control, "kl": self.kl_control}
-        return {name: control for name, control in both.items() if control is not None}
+        known = {"entropy": self.entropy_control, "kl": self.kl_control, "correction": self.correction_control}
+        return {name: control for name, control in known.items() if control is not None}
 
     def controlled_objective(self) -> Objective:
-        """Return the objective with the coefficients where the controllers have them now."""
-        changes: dict[str, float] = {}
+        """Return the objective with what the controllers set where they have it now."""
+        changes: dict[str, Any] = {}
+        if self.correction_control:
+            changes["correction"] = self.correction_control.value
         if self.entropy_control:
             changes["entropy_coef"] = self.entropy_control.coef
         if self.kl_control:
             changes["beta"] = self.kl_control.beta
-        return replace(self.objective, **changes) if changes else self.objective  # type: ignore[arg-type]
+        return replace(self.objective, **changes) if changes else self.objective
 
     def observe(self, metrics: Mapping[str, float], completions: int) -> dict[str, float]:
-        """Let the controllers see a step's metrics; return the coefficients that it was trained with."""
+        """Let the controllers see a step's metrics; return what of theirs it was trained with."""
         used = self.controlled_objective()
         shown = {}
+        if self.correction_control:
+            shown["sampler/correction"] = self.correction_control.level
+            if "sampler/logp_gap_mean" in metrics:
+                names = ("logp_gap_mean", "logp_gap_max", "ess")
+                self.correction_control.observe(*(metrics[f"sampler/{name}"] for name in names))
         if self.entropy_control:
             shown["entropy_coef"] = used.entropy_coef
             if "entropy" in metrics:

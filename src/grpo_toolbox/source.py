@@ -46,7 +46,9 @@ class Synchronous:
         """What a run that is resumed here had made in the background."""
 
     def start(self, run: Run) -> None:
-        """Nothing to begin."""
+        """Let an engine that is elsewhere have the weights that the run starts or goes on with."""
+        if run.watch or not run.engine.traits.shares_weights:
+            run.sync_engine(run.finished)
 
     def next(self, run: Run, number: int, clock: Clock) -> Experience:
         """Return what step `number` learns from: the next portion of the last generation, or of a new one."""
@@ -57,7 +59,7 @@ class Synchronous:
     def sync(self, run: Run, number: int, clock: Clock) -> None:
         """Let the engine take over the weights."""
         with clock("sync"):
-            run.engine.sync(number)
+            run.sync_engine(number)
 
     def release(self) -> None:
         """Nothing waits for it."""
@@ -301,7 +303,7 @@ class Background:
         """Let the engine have the weights of a version."""
         version = self._load(which)
         if version is not None:
-            run.engine.sync(version)
+            run.sync_engine(version)
 
     def _load(self, which: Callable[[], int]) -> int | None:
         """Put a version's weights into the model and forget older ones; None where they are there already."""

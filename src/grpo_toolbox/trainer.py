@@ -47,10 +47,12 @@ def _steps(run: Run, stop: GracefulStop) -> None:
                 updated = update(run, batch, number)
             refresh_reference(run, number)
             run.source.sync(run, number, clock)
-            seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
+            seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics) | run.probed()
             metrics = seen | updated | clock.metrics(learnt.rollouts)
             metrics |= run.observe(metrics, completions=len(batch))
             finish(run, Step(number, metrics, learnt.rollouts, learnt.scores, learnt.advantages))
+        if run.watch:
+            run.watch.settle()
         evaluated = evaluate_when_due(run, number)
         with stop.protect():
             report(run, evaluated)

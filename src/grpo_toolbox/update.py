@@ -19,9 +19,10 @@ from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, prom
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.gradients import in_place, lay_out
+from grpo_toolbox.mismatch import MismatchMeter
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
-from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms, mismatch
+from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Rollout
 
@@ -37,7 +38,7 @@ def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
     if critic is None:
         return _update_policy(run, batch, number, epochs)
     waits = number <= critic.settings.pretrain_steps
-    metrics = _sampler_metrics(run, batch) if waits else _update_policy(run, batch, number, epochs)
+    metrics = _sampler_metrics(run, batch, number) if waits else _update_policy(run, batch, number, epochs)
     run.moving = True
     shown = {"critic/pretraining": float(waits)} if critic.settings.pretrain_steps else {}
     return metrics | critic.update(batch, number, epochs) | shown
@@ -53,7 +54,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
     meter = Meter()
-    shown = {} if rows else _sampler_metrics(run, batch)
+    shown = {} if rows else _sampler_metrics(run, batch, number)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
     run.policy.train()
@@ -87,7 +88,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
             meter.add(loss, terms | {"entropy": entropy.detach()}, micro.mask)
             if epoch == 0:
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
-                meter.add_mismatch(logps.detach(), micro.sampler_logps, micro.mask)
+                meter.mismatch.add(logps.detach(), micro.sampler_logps, micro.mask, _ages(micro, number))
                 micros[index] = replace(micro, old_logps=old_logps)
         meter.grad_norm = _step(run, parameters, meter, number)
     tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)
@@ -95,14 +96,14 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     return shown | meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
 
 
-def _sampler_metrics(run: Run, batch: Batch) -> dict[str, float]:
+def _sampler_metrics(run: Run, batch: Batch, number: int) -> dict[str, float]:
     """Measure the engine where no row is trained, on as many rows as one micro-batch holds; nothing off-policy."""
-    meter = Meter()
+    meter = MismatchMeter()
     if len(batch) and batch.old_logps is None:
         rows = micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens)[0]
         micro = batch.select(rows).to(run.device)
-        meter.add_mismatch(_logps_now(run, micro), micro.sampler_logps, micro.mask)
-    return meter.mismatch_metrics()
+        meter.add(_logps_now(run, micro), micro.sampler_logps, micro.mask, _ages(micro, number))
+    return meter.metrics()
 
 
 def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
@@ -217,6 +218,11 @@ def _per_micro(flat: Tensor | None, micros: Sequence[Batch]) -> list[Tensor | No
     ]
 
 
+def _ages(micro: Batch, number: int) -> Tensor:
+    """Return how many updates before step `number` the weights were made that drew each token (B, T)."""
+    return torch.zeros_like(micro.mask, dtype=torch.long) if micro.versions is None else number - 1 - micro.versions
+
+
 def _step(run: Run, parameters: Sequence[nn.Parameter], meter: Meter, number: int) -> float:
     """Clip the gradient and let the optimizer move, unless something is not finite; return the norm before clipping.
 
@@ -254,9 +260,7 @@ class Meter:
         self._loss = 0.0
         self._sums: dict[str, float] = defaultdict(float)
         self._tokens = 0.0
-        self._gaps: dict[str, float] = defaultdict(float)
-        self._extremes = {"gap_max": 0.0, "ratio_max": 0.0, "ratio_min": float("inf")}
-        self._sampled = 0
+        self.mismatch = MismatchMeter()
         self.grad_norm = 0.0
 
     def add(self, loss: Tensor, terms: Mapping[str, Tensor], mask: Tensor) -> None:
@@ -266,19 +270,6 @@ class Meter:
         for name, values in terms.items():
             self._sums[name] += float(values[mask].sum())
 
-    def add_mismatch(self, trainer_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
-        """Count how far the engine's log-probs are from the trainer's."""
-        if not mask.any():
-            return
-        sums = {name: float(value) for name, value in mismatch(trainer_logps, sampler_logps, mask).items()}
-        self._sampled += int(mask.sum())
-        for name in ("gap", "kl", "ratio", "ratio_squared"):
-            self._gaps[name] += sums[name]
-        self._extremes = {
-            name: min(value, sums[name]) if name == "ratio_min" else max(value, sums[name])
-            for name, value in self._extremes.items()
-        }
-
     def is_finite(self) -> bool:
         """Whether the loss so far is a number."""
         return abs(self._loss) < float("inf")
@@ -286,18 +277,4 @@ class Meter:
     def metrics(self, epochs: int) -> dict[str, float]:
         """Return token means of the terms, the loss per epoch, and the mismatch with the sampler."""
         means = {name: value / self._tokens for name, value in self._sums.items()} if self._tokens else {}
-        return means | self.mismatch_metrics() | {"loss": self._loss / epochs, "grad_norm": self.grad_norm}
-
-    def mismatch_metrics(self) -> dict[str, float]:
-        """Return how far the engine is from the trainer, where that was measured."""
-        if not self._sampled:
-            return {}
-        return {
-            "sampler/logp_gap_mean": self._gaps["gap"] / self._sampled,
-            "sampler/logp_gap_max": self._extremes["gap_max"],
-            "sampler/kl": self._gaps["kl"] / self._sampled,
-            "sampler/ratio_mean": self._gaps["ratio"] / self._sampled,
-            "sampler/ratio_min": self._extremes["ratio_min"],
-            "sampler/ratio_max": self._extremes["ratio_max"],
-            "sampler/ess": self._gaps["ratio"] ** 2 / (self._sampled * self._gaps["ratio_squared"]),
-        }
+        return means | self.mismatch.metrics() | {"loss": self._loss / epochs, "grad_norm": self.grad_norm}

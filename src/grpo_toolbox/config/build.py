@@ -21,6 +21,7 @@ from grpo_toolbox.config.options import bind, resolve
 from grpo_toolbox.config.policy import described, learning_rate, load_policy, make_optimizer, pick_device
 from grpo_toolbox.config.probe import check_credit, check_estimator, check_penalty, check_surrogate
 from grpo_toolbox.config.schema import RunConfig, TrainerConfig
+from grpo_toolbox.config.watch import correction_control, sync_watch
 from grpo_toolbox.controllers import EntropyControl, KlControl
 from grpo_toolbox.critic import Critic, CriticSettings
 from grpo_toolbox.data import PromptStream, Row, encode_prompts
@@ -72,15 +73,9 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
     check_router(model, parts.router_aux_coef)
     packs = _packs(config, model, parts, device)
     source = _source(config, model)
-    engine = build_engine(
-        config,
-        source.model if isinstance(source, Background) else model,
-        parts.tokenizer,
-        [*parts.prompts, *parts.eval_prompts],
-        packs,
-        device,
-        weights_version=info.first_step - 1,
-    )
+    sampled = source.model if isinstance(source, Background) else model
+    prompts = [*parts.prompts, *parts.eval_prompts]
+    engine = build_engine(config, sampled, parts.tokenizer, prompts, packs, device, info)
     _check_in_flight(config, engine)
     drawn = sampling(config)
     check_sampling(engine.traits, drawn, corrected=parts.objective.corrects)
@@ -111,6 +106,8 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         device=device,
         entropy_control=_entropy_control(parts.objective),
         kl_control=_kl_control(parts.objective),
+        correction_control=correction_control(parts.objective, engine, drawn),
+        watch=sync_watch(config, engine, sampled, [one.ids for one in parts.prompts], packs=packs, device=device),
         critic=_critic(config, parts, device, packs) if needs_values(parts.advantage) else None,
         reference_every=trainer.reference_every,
         reference_mix=trainer.reference_mix,

@@ -18,6 +18,10 @@ CHOICES: dict[str, Sequence[str]] = {
     "rollout.async.in_flight": ("none", "keep", "recompute"),
     "rollout.async.on_stale": ("drop", "mask"),
     "trainer.name": ("toolbox", "trl"),
+    "rollout.sync.mode": ("auto", "adapter", "folder", "gloo", "nccl"),
+    "rollout.sync.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "rollout.sync.in_flight": ("drain", "recompute", "keep"),
+    "rollout.probe.on_mismatch": ("stop", "warn"),
     "trainer.schedule": tuple(SCHEDULES),
     "trainer.optimizer": ("adamw", "adamw_8bit"),
     "trainer.precision": ("auto", "float32", "bfloat16"),
@@ -37,6 +41,8 @@ AT_LEAST_ONE = (
     "rollout.group_size",
     "rollout.max_new_tokens",
     "rollout.max_rows",
+    "rollout.probe.canaries",
+    "rollout.probe.tokens",
     "rollout.steps_per_generation",
     "rollout.max_oversampling",
     "rollout.max_empty_steps",
@@ -80,8 +86,9 @@ def check_config(config: RunConfig) -> None:
             raise unknown_option(key, value, options)
     for key, (file, listed) in OBJECTIVE_CHOICES.items():
         value = config.objective.get(key)
-        if value not in (None, "none") and value not in registry(file, listed):
-            raise unknown_option(f"objective.{key}", value, registry(file, listed))
+        named = (*registry(file, listed), *(("none", "auto") if key == "correction" else ()))
+        if value is not None and value not in named:
+            raise unknown_option(f"objective.{key}", value, named)
     for key in AT_LEAST_ONE:
         if _get(config, key) is not None and _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 1.")
@@ -95,6 +102,12 @@ def check_config(config: RunConfig) -> None:
     for key in BELOW_ONE:
         if not 0 <= _get(config, key) < 1:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 0 and below 1.")
+    if not config.rollout.sync.timeout_s > 0:
+        raise ConfigError(f"rollout.sync.timeout_s={config.rollout.sync.timeout_s} must be above 0.")
+    for key in ("rollout.probe.every", "rollout.probe.limit"):
+        value = _get(config, key)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{key}={value} must be a finite number of at least 0.")
     if not -(2**63) <= config.trainer.seed < 2**63:  # what torch takes
         raise ConfigError(f"trainer.seed={config.trainer.seed} must be a whole number of 64 bits.")
     _check_sampling(config)

@@ -22,7 +22,7 @@ from grpo_toolbox.models.float8 import refusal
 from grpo_toolbox.models.forward import autocast, completion_logps, eval_mode, in_half_precision
 from grpo_toolbox.models.load import stop_token_ids
 from grpo_toolbox.run import GenerationSettings
-from grpo_toolbox.types import Prompt, Rollout, Sampling
+from grpo_toolbox.types import Prompt, Rollout, RunInfo, Sampling
 
 _SHORT, _REMEMBERED = 16, 65_536
 """Tokens of a completion whose text is remembered, and how many texts: some ten megabytes."""
@@ -51,10 +51,9 @@ def build_engine(
     prompts: Sequence[Prompt],
     packs: bool,
     device: torch.device,
-    *,
-    weights_version: int,
+    info: RunInfo,
 ) -> Engine:
-    """Build the engine that samples for `model`; `weights_version` is how many syncs the run has seen before.
+    """Build the engine that samples for `model`; before its first step a run has seen one sync less than its number.
 
     Servers are waited for, and must have the trainer's model and tokenizer. Raises EngineError where they do not.
     """
@@ -72,7 +71,14 @@ def build_engine(
 
         forced = partial(_forced, model, device, packs, autocast_dtype(config.trainer, device))
         return server_engine(
-            config.rollout, model, tokenizer, prompts, forced, decode=decode, weights_version=weights_version
+            config.rollout,
+            model,
+            tokenizer,
+            prompts,
+            forced,
+            decode=decode,
+            weights_version=info.first_step - 1,
+            run_dir=info.run_dir,
         )
     _check_quantize(config.rollout, packs, device)
     make: Callable[..., Engine] = HfEngine
@@ -83,7 +89,7 @@ def build_engine(
         decode=decode,
         stop_ids=stop_token_ids(model, tokenizer),
         autocast_dtype=autocast_dtype(config.trainer, device),
-        weights_version=weights_version,
+        weights_version=info.first_step - 1,
     )
 
 

@@ -137,6 +137,41 @@ class AsyncConfig:
 
 
 @dataclass
+class SyncConfig:
+    """How the policy's weights come to rollout servers."""
+
+    mode: str = "auto"
+    """adapter (LoRA alone), folder (files), gloo or nccl (over the network); auto: the best that the server offers."""
+    folder: str | None = None
+    """Where files are written for the servers to read; null: memory or the run folder, for servers on this machine."""
+    address: str | None = None
+    """Of the trainer, as servers see it, for gloo; null: the one that the way to them starts from."""
+    dtype: str = "auto"
+    """Of what is sent: float32, bfloat16, float16; auto is that of the policy's weights."""
+    in_flight: str = "drain"
+    """What is under way at a sync: drain waits for its end; recompute and keep go on with the new weights, and a cache
+    that is computed again or the former one."""
+    timeout_s: float = 300.0
+    """Seconds that one stage of a sync may take."""
+
+
+@dataclass
+class ProbeConfig:
+    """The check after a sync that the engine has the trainer's weights."""
+
+    every: int | None = None
+    """Syncs between checks; 0 never checks. null: 1 for servers, 0 for engines on the policy's own weights."""
+    canaries: int = 2
+    """Rows of prompt text that engine and trainer put log-probs on."""
+    tokens: int = 160
+    """Length of a canary; a stale cache shows where it is above the server's block size (vLLM: 16, 128 on CPUs)."""
+    limit: float | None = None
+    """Largest |Δ log-prob| allowed, in nats; null: 4 times what is measured with equal weights before training."""
+    on_mismatch: str = "stop"
+    """What a gap beyond the limit does, after a second sync: stop the run with its state saved, or warn."""
+
+
+@dataclass
 class RolloutConfig:
     """How completions are sampled."""
 
@@ -176,6 +211,8 @@ class RolloutConfig:
     step; another policy than the trained one, so set objective.correction with it. none: from the weights."""
     server: ServerConfig = field(default_factory=ServerConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
 
 
 @dataclass

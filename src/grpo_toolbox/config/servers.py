@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from grpo_toolbox.config.schema import RolloutConfig, ServerConfig
+from grpo_toolbox.config.schema import RolloutConfig, ServerConfig, SyncConfig
 from grpo_toolbox.engines.dialect import Dialect
 from grpo_toolbox.engines.http import HttpDialect
 from grpo_toolbox.engines.identity import TEXTS, Forced, Identity
@@ -17,6 +19,7 @@ from grpo_toolbox.engines.pool import ServerEngine
 from grpo_toolbox.engines.reading import Decode
 from grpo_toolbox.engines.server import Limits, Server, addresses
 from grpo_toolbox.engines.sglang import SglangDialect
+from grpo_toolbox.engines.sync.choose import ChosenSync, Kind, SyncSettings
 from grpo_toolbox.engines.vllm import VllmDialect
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.load import stop_token_ids
@@ -37,6 +40,7 @@ def server_engine(
     *,
     decode: Decode,
     weights_version: int,
+    run_dir: Path,
 ) -> ServerEngine:
     """Wait for the servers and return the engine over them. Raises EngineError for servers that do not fit the run."""
     given = rollout.server
@@ -55,7 +59,11 @@ def server_engine(
         stop_ids=stop_ids,
         forced=forced,
     )
-    log.warning("rollout.engine=%s: the servers keep the weights that they have", rollout.engine)
+    sync = None
+    if rollout.engine == "http":
+        log.warning("rollout.engine=http: the servers keep the weights that they have")
+    else:
+        sync = _weight_sync("vllm" if rollout.engine == "vllm" else "sglang", rollout.sync, policy, run_dir)
     engine = ServerEngine(
         DIALECTS[rollout.engine](),
         [Server(url, limits, _key(given)) for url in addresses(given.urls)],
@@ -63,10 +71,23 @@ def server_engine(
         decode=decode,
         stop_ids=stop_ids,
         identity=identity,
+        sync=sync,
         model=given.model,
         weights_version=weights_version,
     )
     return engine.start()
+
+
+def _weight_sync(kind: Kind, given: SyncConfig, policy: nn.Module, run_dir: Path) -> ChosenSync:
+    settings = SyncSettings(
+        mode=given.mode,  # type: ignore[arg-type]  # checked against its choices
+        folder=given.folder,
+        address=given.address,
+        dtype=None if given.dtype == "auto" else getattr(torch, given.dtype),
+        in_flight=given.in_flight,  # type: ignore[arg-type]
+        timeout_s=given.timeout_s,
+    )
+    return ChosenSync(kind, settings, policy, run_dir)
 
 
 def _key(server: ServerConfig) -> str | None:

@@ -67,6 +67,11 @@ class ServerEngine:
         return Traits(shares_weights=False, exact=False, logps=self._kind, drawn_logps=self._kind == "processed")
 
     @property
+    def dialect(self) -> Dialect:
+        """What they speak."""
+        return self._dialect
+
+    @property
     def servers(self) -> Sequence[Server]:
         """All of them, up or not."""
         return self._servers
