@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any, Literal
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.types import LogpKind, Prompt, Rollout, Sampling
 from served_models import END, byte_tokenizer, served_model
+from small_models import forced_logps
 
 SGLANG = {
     "max_new_tokens": int,
@@ -64,6 +67,7 @@ class ProtocolServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
+        self._connections: list[socket.socket] = []
         self._gone, self._waiting = threading.Event(), queue.SimpleQueue()
         threading.Thread(target=self._decode, daemon=True).start()
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -73,6 +77,9 @@ class ProtocolServer:
         self._gone.set()
         self._http.shutdown()
         self._http.server_close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def address(self) -> str:
@@ -83,6 +90,10 @@ class ProtocolServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                super().setup()
+                owner._connections.append(self.connection)
+
             def log_message(self, *_: object) -> None: ...
 
             def do_GET(self) -> None:
@@ -92,7 +103,7 @@ class ProtocolServer:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null")
                 try:
                     self._say(*owner._answer(self.path, body))
-                except ConnectionResetError:
+                except (ConnectionResetError, BrokenPipeError):
                     self.close_connection = True
 
             def _say(self, status: int, value: Any) -> None:
@@ -146,7 +157,9 @@ class ProtocolServer:
             sampling = Sampling(
                 max(1, sampling.max_new_tokens // 2), temperature=sampling.temperature, seed=sampling.seed
             )
-        rollout = self._draw(ids, sampling)
+        rollout = self._draw(ids, replace(sampling, drawn_logps=self.kind == "processed"))
+        if self.kind == "raw":
+            rollout = replace(rollout, logps=tuple(forced_logps(self.model, ids, rollout.ids).tolist()))
         answer = write(rollout, fault)
         with self._lock:
             self.asked.append(body)
@@ -156,7 +169,10 @@ class ProtocolServer:
         """Wait for the next batch, and draw with whatever else is waiting."""
         drawn: Future[Rollout] = Future()
         self._waiting.put((Prompt(sampling.seed, "", tuple(ids)), replace(sampling, seed=0), drawn))
-        return drawn.result()
+        while not self._gone.is_set():
+            with contextlib.suppress(TimeoutError):
+                return drawn.result(0.1)
+        raise ConnectionResetError
 
     def _decode(self) -> None:
         """Draw batches; a row's random numbers follow from its prompt's number, which is the request's seed."""

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +78,7 @@ class Dispatch:
         self._working: dict[Server, dict[Job, asyncio.Task[None]]] = {server: {} for server in servers}
         self._home: dict[int, Server] = {}
         """Where a group's last completion was sent."""
-        self._failure: EngineError | None = None
+        self._failure: BaseException | None = None
         self._pauses: set[asyncio.Task[None]] = set()
         self._down_since: float | None = None
 
@@ -86,12 +86,14 @@ class Dispatch:
         """Return when every job was done. Raises EngineError for what cannot be mended by asking again."""
         import httpx
 
+        for server in self._servers:
+            server.up = False  # it may have restarted since it was last asked: each is admitted anew
         self._waiting.extend(jobs)
         self._left = len(jobs)
         self._changed = asyncio.Event()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.max_in_flight)
         async with httpx.AsyncClient(timeout=self._limits.request_timeout_s, limits=limits) as self._client:
-            keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
+            keepers = [self._task(self._keep(server)) for server in self._servers]
             try:
                 while self._left and self._failure is None:
                     self._changed.clear()
@@ -116,7 +118,6 @@ class Dispatch:
         """Admit a server, look after it while it is up, and begin again; one that came back may lack the weights."""
         loop = asyncio.get_running_loop()
         while True:
-            server.up = False
             try:
                 await loop.run_in_executor(self._executor, self._admit, server)
             except Refused as error:
@@ -186,7 +187,7 @@ class Dispatch:
                 return
             job = self._waiting.popleft()
             self._home[job.group] = server
-            self._working[server][job] = asyncio.create_task(self._ask(server, job))
+            self._working[server][job] = self._task(self._ask(server, job))
 
     def _server_for(self, job: Job) -> Server | None:
         room = [one for one in self._servers if one.up and self._load(one) < self._limits.max_in_flight]
@@ -292,9 +293,21 @@ class Dispatch:
         task.add_done_callback(self._pauses.discard)
         self._changed.set()
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._changed.set()
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task whose error, if it has one that nobody expected, ends the generation."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self._fail(error)
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

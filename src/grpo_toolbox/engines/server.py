@@ -128,13 +128,11 @@ def what_failed(error: httpx.RequestError) -> str:
 
 def server_address(url: str) -> str:
     """Return `http://host:port` of what a user gives: with or without a scheme, a trailing slash or `/v1`."""
-    text = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-    if text and "://" not in text:
-        text = f"http://{text}"
-    scheme, _, rest = text.partition("://")
-    if scheme not in ("http", "https") or not rest:
+    scheme, _, rest = url.strip().rpartition("://")
+    rest = rest.rstrip("/").removesuffix("/v1").rstrip("/")
+    if scheme not in ("", "http", "https") or not rest:
         raise ConfigError(f"rollout.server.urls has {url!r}, which is no address: write http://host:port.")
-    return text
+    return f"{scheme or 'http'}://{rest}"
 
 
 def addresses(urls: Any) -> list[str]:
