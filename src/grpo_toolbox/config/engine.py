@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_toolbox.batch import collate
 from grpo_toolbox.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from grpo_toolbox.data import decode_completion
 from grpo_toolbox.engines import Engine
@@ -19,10 +18,10 @@ from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.float8 import refusal
-from grpo_toolbox.models.forward import autocast, completion_logps, eval_mode, in_half_precision
+from grpo_toolbox.models.forward import in_half_precision
 from grpo_toolbox.models.load import stop_token_ids
 from grpo_toolbox.run import GenerationSettings
-from grpo_toolbox.types import Prompt, Rollout, RunInfo, Sampling
+from grpo_toolbox.types import Prompt, RunInfo, Sampling
 
 _SHORT, _REMEMBERED = 16, 65_536
 """Tokens of a completion whose text is remembered, and how many texts: some ten megabytes."""
@@ -67,15 +66,17 @@ def build_engine(
         return decode_again(tuple(ids), finish_reason) if short else decode_completion(ids, tokenizer, finish_reason)
 
     if config.rollout.engine not in ("local", "hf"):  # nothing about servers is loaded unless there are some
-        from grpo_toolbox.config.servers import server_engine
+        from grpo_toolbox.config.servers import colocated_engine, server_engine
+        from grpo_toolbox.engines.teacher import Teacher
 
-        forced = partial(_forced, model, device, packs, autocast_dtype(config.trainer, device))
+        if config.rollout.engine == "vllm" and config.rollout.vllm.mode == "colocate":
+            return colocated_engine(config, model, tokenizer, decode=decode, weights_version=info.first_step - 1)
         return server_engine(
             config.rollout,
             model,
             tokenizer,
             prompts,
-            forced,
+            Teacher(model, packed=packs, autocast_dtype=autocast_dtype(config.trainer, device)),
             decode=decode,
             weights_version=info.first_step - 1,
             run_dir=info.run_dir,
@@ -99,27 +100,6 @@ def _check_quantize(rollout: RolloutConfig, packs: bool, device: torch.device) -
     reason = refusal(device) if rollout.engine == "local" and packs else "only rollout.engine=local has it"
     if reason is not None:
         raise ConfigError(f"rollout.quantize={rollout.quantize}: {reason}. Leave it out.")
-
-
-@torch.no_grad()
-def _forced(
-    model: nn.Module,
-    device: torch.device,
-    packed: bool,
-    autocast_to: torch.dtype | None,
-    rows: Sequence[tuple[int, ...]],
-    first: Sequence[int],
-    temperature: float,
-) -> list[list[float]]:
-    """Return the trainer's log-probs of each row's tokens from its place in `first` on."""
-    forced = [
-        Rollout(Prompt(index, "", row[:start]), row[start:], (0.0,) * (len(row) - start), "length", "")
-        for index, (row, start) in enumerate(zip(rows, first, strict=True))
-    ]
-    batch = collate(forced, torch.zeros(len(rows), 1)).to(device)
-    with eval_mode(model), autocast(device, autocast_to):
-        logps, _ = completion_logps(model, batch, temperature=temperature, packed=packed)
-    return [one[: len(each.ids)].tolist() for one, each in zip(logps, forced, strict=True)]
 
 
 def generation_settings(

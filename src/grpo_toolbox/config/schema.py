@@ -141,7 +141,7 @@ class SyncConfig:
     """How the policy's weights come to rollout servers."""
 
     mode: str = "auto"
-    """adapter (LoRA alone), folder (files), gloo or nccl (over the network); auto: the best that the server offers."""
+    """adapter (LoRA alone), folder (files), gloo or nccl (over the network), none; auto: the best on offer."""
     folder: str | None = None
     """Where files are written for the servers to read; null: memory or the run folder, for servers on this machine."""
     address: str | None = None
@@ -169,6 +169,26 @@ class ProbeConfig:
     """Largest |Δ log-prob| allowed, in nats; null: 4 times what is measured with equal weights before training."""
     on_mismatch: str = "stop"
     """What a gap beyond the limit does, after a second sync: stop the run with its state saved, or warn."""
+
+
+@dataclass
+class VllmConfig:
+    """How `toolbox serve` starts a server, and how vLLM runs in the trainer's process."""
+
+    mode: str = "server"
+    """server (its own process, `toolbox serve` starts it) or colocate (in the trainer's process)."""
+    python: str | None = None
+    """The Python of the environment that has the server; null: TOOLBOX_VLLM_PYTHON, or the toolbox's own."""
+    tensor_parallel_size: int = 1
+    """GPUs that one model is spread over."""
+    gpu_memory_utilization: float | None = None
+    """Share of GPU memory it takes; null: 0.3 in the trainer's process, the server's own default elsewhere."""
+    max_model_len: int | None = None
+    """Tokens that a prompt and its completion may have; null: what the model has positions for."""
+    sleep: bool = True
+    """In the trainer's process: give the memory back while the policy is updated."""
+    extra_args: Any = field(default_factory=list)
+    """Further words for the server's command."""
 
 
 @dataclass
@@ -210,6 +230,7 @@ class RolloutConfig:
     """float8: rollout.engine=local samples from linear layers in that precision, made anew from the weights of each
     step; another policy than the trained one, so set objective.correction with it. none: from the weights."""
     server: ServerConfig = field(default_factory=ServerConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)

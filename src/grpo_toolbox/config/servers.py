@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_toolbox.config.schema import RolloutConfig, ServerConfig, SyncConfig
+from grpo_toolbox.config.schema import RolloutConfig, RunConfig, ServerConfig, SyncConfig
+from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.dialect import Dialect
 from grpo_toolbox.engines.http import HttpDialect
-from grpo_toolbox.engines.identity import TEXTS, Forced, Identity
+from grpo_toolbox.engines.identity import TEXTS, Identity
 from grpo_toolbox.engines.pool import ServerEngine
 from grpo_toolbox.engines.reading import Decode
 from grpo_toolbox.engines.server import Limits, Server, addresses
 from grpo_toolbox.engines.sglang import SglangDialect
 from grpo_toolbox.engines.sync.choose import ChosenSync, Kind, SyncSettings
+from grpo_toolbox.engines.teacher import Teacher
 from grpo_toolbox.engines.vllm import VllmDialect
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.models.load import stop_token_ids
+from grpo_toolbox.models.load import resolve_model_path, stop_token_ids
 from grpo_toolbox.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def server_engine(
     policy: nn.Module,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    forced: Forced,
+    teacher: Teacher,
     *,
     decode: Decode,
     weights_version: int,
@@ -57,11 +59,18 @@ def server_engine(
         positions=max(len(one.ids) for one in prompts) + rollout.max_new_tokens,
         rows=[one.ids for one in prompts[:_CANARIES]],
         stop_ids=stop_ids,
-        forced=forced,
+        forced=lambda rows, first, temperature: [
+            one.tolist() for one in teacher.logps(rows, first, temperature=temperature)
+        ],
     )
     sync = None
-    if rollout.engine == "http":
-        log.warning("rollout.engine=http: the servers keep the weights that they have")
+    if rollout.sync.mode == "none":
+        log.warning("rollout.sync.mode=none: completions come from weights that stay as they are")
+    elif rollout.engine == "http":
+        raise ConfigError(
+            "rollout.engine=http has no way of sending weights: its completions would be those of a policy that never "
+            "moves. Set rollout.engine=vllm or sglang, or rollout.sync.mode=none to train on them all the same."
+        )
     else:
         sync = _weight_sync("vllm" if rollout.engine == "vllm" else "sglang", rollout.sync, policy, run_dir)
     engine = ServerEngine(
@@ -76,6 +85,31 @@ def server_engine(
         weights_version=weights_version,
     )
     return engine.start()
+
+
+def colocated_engine(
+    config: RunConfig, policy: nn.Module, tokenizer: Any, *, decode: Decode, weights_version: int
+) -> Engine:
+    """Load vLLM beside the policy. Raises ConfigError where this environment has none."""
+    from grpo_toolbox.engines.colocate import ColocateEngine, Colocation
+
+    given, on_gpu = config.rollout.vllm, next(policy.parameters()).is_cuda
+    options = Colocation(
+        model=resolve_model_path(config.model.path),
+        dtype="auto" if on_gpu and config.trainer.precision != "float32" else "float32",
+        tensor_parallel_size=given.tensor_parallel_size,
+        gpu_memory_utilization=given.gpu_memory_utilization or 0.3,
+        max_model_len=given.max_model_len,
+        max_rows=config.rollout.max_rows,
+        sleep=given.sleep,
+    )
+    return ColocateEngine(
+        policy,
+        options,
+        decode=decode,
+        stop_ids=stop_token_ids(policy, tokenizer),
+        weights_version=weights_version,
+    )
 
 
 def _weight_sync(kind: Kind, given: SyncConfig, policy: nn.Module, run_dir: Path) -> ChosenSync:

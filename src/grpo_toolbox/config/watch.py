@@ -33,7 +33,8 @@ def sync_watch(
     their log-probs with the trainer's anyway (`sampler/*`).
     """
     given = config.rollout.probe
-    every = (0 if engine.traits.shares_weights else 1) if given.every is None else given.every
+    never = engine.traits.shares_weights or config.rollout.sync.mode == "none"
+    every = (0 if never else 1) if given.every is None else given.every
     if every == 0:
         return None
     dtype = autocast_dtype(config.trainer, device)

@@ -9,7 +9,12 @@ from typing import Any, Literal, Protocol
 
 from grpo_toolbox.engines.server import Refused
 from grpo_toolbox.engines.sync import Control
+from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Sampling
+
+
+class Incomplete(EngineError):
+    """A completion of which the server told a part: another one has to be drawn."""
 
 
 @dataclass(frozen=True)

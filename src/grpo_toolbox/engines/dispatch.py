@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_toolbox.engines.dialect import Answer, Ask, Dialect
+from grpo_toolbox.engines.dialect import Answer, Ask, Dialect, Incomplete
 from grpo_toolbox.engines.server import HEALTH, HEALTH_TIMEOUT_S, Refused, Server, read_json, what_failed
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Sampling
@@ -214,6 +214,9 @@ class Dispatch:
                 self._lose(server, f"{server.address}{path}: {what_failed(error)}.")
         except Refused as error:
             self._fail(EngineError(f"prompt {job.prompt_id}: {error}"))
+        except Incomplete as error:
+            job.seed += 1
+            self._again(server, job, str(error))
         except EngineError as error:
             self._again(server, job, str(error))
         except (LookupError, TypeError, ValueError) as error:  # another program may answer at that address

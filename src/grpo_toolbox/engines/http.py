@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_toolbox.engines.dialect import FINISHES, Answer, Ask, Served, as_logps, only_for_evaluation
+from grpo_toolbox.engines.dialect import FINISHES, Answer, Ask, Incomplete, Served, as_logps, only_for_evaluation
 from grpo_toolbox.engines.sync import Control
 from grpo_toolbox.errors import EngineError
 
@@ -74,6 +74,11 @@ class HttpDialect:
             raise only_for_evaluation("token ids")
         if logps is None:
             raise only_for_evaluation("log-probs")
+        count = (answer.get("usage") or {}).get("completion_tokens", len(ids))
+        if len(ids) != count:
+            raise Incomplete(
+                f"{len(ids)} of {count} tokens were told: llama.cpp leaves out those that end inside a character."
+            )
         return Answer(tuple(map(int, ids)), as_logps(logps), finish)
 
     def served(self, server: Control) -> Served:

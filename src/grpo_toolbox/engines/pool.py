@@ -305,10 +305,13 @@ class _Running:
         await self._dispatch.run(self._jobs)
 
 
+def row_seeds(prompts: Sequence[Prompt], group_size: int, seed: int) -> list[int]:
+    """Return a seed below 2^31 per row; it depends on the call's seed, the prompt and the place in the group alone."""
+    return [int(key) >> 33 for key in row_keys(seed, [prompt.id for prompt in prompts], group_size)]
+
+
 def _jobs(prompts: Sequence[Prompt], group_size: int, seed: int) -> list[Job]:
-    """One job per row; its seed depends on the call's seed, the prompt and the place in the group alone."""
-    keys = row_keys(seed, [prompt.id for prompt in prompts], group_size)
     return [
-        Job(row, row // group_size, prompts[row // group_size].id, prompts[row // group_size].ids, int(key) >> 33)
-        for row, key in enumerate(keys)
+        Job(row, row // group_size, prompts[row // group_size].id, prompts[row // group_size].ids, own)
+        for row, own in enumerate(row_seeds(prompts, group_size, seed))
     ]

@@ -106,6 +106,8 @@ class Server:
 def read_json(place: str, response: httpx.Response) -> Any:
     """Return what a server said, None for an empty answer. Raises EngineError for an error status, Refused for 4xx."""
     text = response.text
+    if "not JSON compliant" in text:  # how vLLM fails to say NaN
+        raise Refused(f"{place} has a log-prob that is not finite to tell: its weights are broken.")
     if response.status_code >= 400:
         kind = Refused if response.status_code < 500 and response.status_code not in (408, 425, 429) else EngineError
         raise kind(f"{place} answered HTTP {response.status_code}: {' '.join(text[:300].split())}")
