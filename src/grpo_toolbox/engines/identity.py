@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_toolbox.engines.dialect import Answer, Ask, Dialect, Served
-from grpo_toolbox.engines.server import Refused, Server
+from grpo_toolbox.engines.server import Foreign, Server
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import LogpKind, Sampling
 
@@ -38,9 +38,9 @@ class Identity:
     forced: Forced
 
     def check(self, dialect: Dialect, server: Server, served: Served) -> None:
-        """Raise Refused where a server has another tokenizer, or too little room."""
+        """Raise Foreign where a server has another tokenizer, or too little room."""
         if served.positions is not None and served.positions < self.positions:
-            raise Refused(
+            raise Foreign(
                 f"{server.address} takes {served.positions} tokens, and the longest prompt with rollout.max_new_tokens "
                 f"has {self.positions}: start it with more room (vLLM: --max-model-len {self.positions})."
             )
@@ -49,13 +49,13 @@ class Identity:
             if theirs is None:
                 return
             if theirs != list(ours):
-                raise Refused(
+                raise Foreign(
                     f"{server.address} ({served.about}) has another tokenizer than the trainer: {text!r} is "
                     f"{theirs[:8]}… there and {list(ours)[:8]}… here. Start it with the model of model.path."
                 )
 
     def measure(self, dialect: Dialect, server: Server) -> LogpKind:
-        """Return of what distribution a server's log-probs are. Raises Refused for those of another model."""
+        """Return of what distribution a server's log-probs are. Raises Foreign for those of another model."""
         sampling = Sampling(_TOKENS, temperature=_TEMPERATURE)
         answers = [self._draw(dialect, server, row, sampling) for row in self.rows]
         told = [logp for answer in answers for logp in answer.logps]
@@ -65,7 +65,7 @@ class Identity:
         center = statistics.fmean(expected)
         spread = statistics.fmean(abs(one - center) for one in expected)
         if not gaps[kind] <= max(_FOREIGN_SHARE * spread, _FOREIGN_NATS):
-            raise Refused(
+            raise Foreign(
                 f"{server.address} runs another model than the trainer: their log-probs of the same tokens differ by "
                 f"{gaps[kind]:.2g} nats on average. Start it with the model of model.path, or send the weights first."
             )
@@ -90,7 +90,7 @@ class Identity:
         try:
             drawn = dialect.read(answer)
         except (LookupError, TypeError, ValueError) as error:  # whatever answers at that address
-            raise Refused(f"{server.address}{path} answers in another form than {dialect.name}: {error}") from error
+            raise Foreign(f"{server.address}{path} answers in another form than {dialect.name}: {error}") from error
         if len(drawn.ids) != len(drawn.logps) or not drawn.ids:
             raise EngineError(f"{server.address}{path} answered {len(drawn.ids)} ids and {len(drawn.logps)} log-probs.")
         return drawn

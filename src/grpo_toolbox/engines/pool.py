@@ -20,7 +20,7 @@ from grpo_toolbox.engines.dispatch import Dispatch, Job
 from grpo_toolbox.engines.identity import Identity
 from grpo_toolbox.engines.reading import Decode, Reader
 from grpo_toolbox.engines.sampling import row_keys
-from grpo_toolbox.engines.server import Refused, Server
+from grpo_toolbox.engines.server import Foreign, Refused, Server
 from grpo_toolbox.engines.sync import WeightSync
 from grpo_toolbox.errors import Cancelled, EngineError
 from grpo_toolbox.types import LogpKind, Prompt, Rollout, Sampling
@@ -248,7 +248,7 @@ class ServerEngine:
             served = replace(served, name=self._model)
         before = self._known.setdefault(server, served)
         if served != before:
-            raise Refused(
+            raise Foreign(
                 f"{server.address} came back with another model: {served.about} ({served.name}), and before it was "
                 f"{before.about} ({before.name}). Start it again as it was."
             )

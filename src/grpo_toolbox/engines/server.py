@@ -40,6 +40,10 @@ class Refused(EngineError):
     """The server is there and does not take the request (HTTP 4xx): asking again would not help."""
 
 
+class Foreign(Refused):
+    """The server has not the trainer's model or tokenizer: waiting would not help either."""
+
+
 class Server:
     """One address. Calls block, are safe from several threads, and raise EngineError naming address and path."""
 
