@@ -113,7 +113,7 @@ def test_the_convention_travels_with_the_rollout_and_through_a_checkpoint(kind):
     rollouts = engine(kind).generate(make_prompts(5), 2, sampling)
     assert rollouts[0].convention == Convention("tempered", temperature=0.7, top_p=0.9)
     scores = Scores(("r",), (1.0,), torch.zeros(1, 2, 1), torch.zeros(1, 2))
-    (again,) = from_state(to_state([Experience(rollouts, scores, torch.zeros(1, 2), [0])]))
+    (again,) = from_state(to_state([Experience(rollouts, scores, torch.zeros(1, 2), [0])]), Experience)
     assert again.rollouts == rollouts
 
 

@@ -129,11 +129,12 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 
 _GUARD = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 tests, server = map(int, sys.argv[1:])
 while os.path.exists(f"/proc/{tests}"):
     time.sleep(0.5)
-os.killpg(server, signal.SIGKILL)
+with contextlib.suppress(ProcessLookupError):  # it was ended before
+    os.killpg(server, signal.SIGKILL)
 """
 
 
