@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,18 +72,13 @@ class ColocateEngine:
         engine = self._llm.llm_engine
         rows = {name: row for row, name in enumerate(self._requests(prompts, group_size, sampling))}
         try:
-            while engine.has_unfinished_requests():
-                if self._cancelled.is_set():
-                    raise Cancelled("the generation of rollouts was cancelled.")
-                for output in engine.step():
-                    if not output.finished:
-                        continue
-                    row, (drawn,) = rows[output.request_id], output.outputs
-                    logps = [step[token].logprob for step, token in zip(drawn.logprobs, drawn.token_ids, strict=True)]
-                    versions = [(self._version, len(drawn.token_ids))]
-                    rollouts[row] = reader.rollout(prompts[row // group_size], drawn.token_ids, logps, versions)
-                    if on_finished is not None:
-                        on_finished(row, rollouts[row])
+            for output in self._ended():
+                row, (drawn,) = rows[output.request_id], output.outputs
+                logps = [step[token].logprob for step, token in zip(drawn.logprobs, drawn.token_ids, strict=True)]
+                versions = [(self._version, len(drawn.token_ids))]
+                rollouts[row] = reader.rollout(prompts[row // group_size], drawn.token_ids, logps, versions)
+                if on_finished is not None:
+                    on_finished(row, rollouts[row])
         finally:
             engine.abort_request([name for name, row in rows.items() if row not in rollouts])
             self._rest()
@@ -102,6 +97,14 @@ class ColocateEngine:
     def close(self) -> None:
         """Give everything back."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _ended(self) -> Iterator[Any]:
+        """Run what was handed in until all of it has ended; yield each as it does."""
+        engine = self._llm.llm_engine
+        while engine.has_unfinished_requests():
+            if self._cancelled.is_set():
+                raise Cancelled("the generation of rollouts was cancelled.")
+            yield from (output for output in engine.step() if output.finished)
 
     def _requests(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[str]:
         """Hand every row in as a request of its own, and return their names."""
