@@ -28,6 +28,7 @@ OURS: Mapping[str, str] = {
     "rollout.vllm": "vLLM is started as ever; TRL uses its server",
     "trainer.name": "chooses the backend",
     "trainer.algorithm": "chooses TRL's trainer",
+    "trainer.stages": "each stage is a run of its own",
     "trainer.optimizer": "the optimizer and its schedule are handed over",
     "trainer.schedule": "the optimizer and its schedule are handed over",
     "trainer.warmup_steps": "the optimizer and its schedule are handed over",
