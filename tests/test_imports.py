@@ -71,7 +71,7 @@ WITHOUT_TORCH = (
     *("config.schema", "config.source", "config.keys", "config.options", "config.check", "config.typed"),
     *("config.inputs", "config.folder", "config.fields", "api.configs", "api.translate"),
     *("engines.server",),
-    *("cli.main", "cli.train", "cli.verify", "cli.traces", "cli.memory", "cli.models"),
+    *("cli.main", "cli.train", "cli.verify", "cli.doctor", "cli.traces", "cli.memory", "cli.models"),
     *("cli.reward", "cli.rescore", "cli.compare_backends", "backends.compare", "backends.trl_config"),
     *("cli.help", "cli.overrides", "cli.compose"),
 )

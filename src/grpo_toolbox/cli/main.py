@@ -12,6 +12,7 @@ from grpo_toolbox.errors import ToolboxError, suggest
 COMMANDS = {
     "train": "train a model: compose a run from YAML and overrides, and run it",
     "compare-backends": "train a run with the toolbox's trainer and with TRL's, side by side",
+    "doctor": "measure how far a run's engine is from its trainer before training, and say why",
     "verify": "check a run's gradients, log-probs, masks and grader on its own model and data",
     "reward": "check a run's reward on right and wrong answers, without a model",
     "traces": "summarise a run's rollouts: rewards, solve rates, lengths, repeats; re-score them",
