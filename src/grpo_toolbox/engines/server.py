@@ -104,7 +104,7 @@ class Server:
             response = self._client.request(method, path, json=body, **options)
         except httpx.RequestError as error:
             raise EngineError(f"{self.address}{path}: {what_failed(error)}.") from error
-        return read_json(self.address + path, response)
+        return read_answer(self.address + path, response)
 
 
 def read_json(place: str, response: httpx.Response) -> Any:
@@ -121,6 +121,13 @@ def read_json(place: str, response: httpx.Response) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise EngineError(f"{place} answered something that is not JSON: {text[:100]!r}") from error
+
+
+def read_answer(place: str, response: httpx.Response) -> Any:
+    """Return what a server said to a call that generates nothing; some of those are answered with plain words."""
+    if response.is_success and response.text.strip()[:1] not in ("{", "["):
+        return response.text.strip() or None
+    return read_json(place, response)
 
 
 def what_failed(error: httpx.RequestError) -> str:
