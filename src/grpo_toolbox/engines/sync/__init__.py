@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -174,8 +175,8 @@ def updating(procedure: Procedure, server: Control, manner: Manner, version: int
 
 
 def _leave_usable(procedure: Procedure, server: Control, manner: Manner) -> None:
-    try:
-        procedure.pause(server, "abort", manner.timeout_s)
-        procedure.resume(server)
-    except EngineError:  # it may be the reason why the update failed: that error says more
-        return
+    for step in (partial(procedure.pause, server, "abort", manner.timeout_s), partial(procedure.resume, server)):
+        try:
+            step()
+        except EngineError:  # it may be the reason why the update failed: that error says more
+            continue
