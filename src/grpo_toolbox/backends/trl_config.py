@@ -10,6 +10,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import logging
+from dataclasses import is_dataclass
 from typing import Any
 
 from grpo_toolbox.backends.trl_keys import IDLE, LOSSES, ONLY_GRPO, PLAIN, REFUSED, SCALES
@@ -147,10 +148,19 @@ def _sampler(config: RunConfig, algorithm: str) -> dict[str, Any]:
         _only(config, "objective.correction", ("none", None), "TRL has no log-probs of this sampler to correct with")
         return {}
     urls = [server.urls] if isinstance(server.urls, str) else list(server.urls)
-    if len(urls) != 1:
+    vllm = config.rollout.vllm
+    fields: dict[str, Any] = {"use_vllm": True, "vllm_mode": vllm.mode}
+    if vllm.mode == "colocate":
+        fields |= {
+            "vllm_tensor_parallel_size": vllm.tensor_parallel_size,
+            "vllm_gpu_memory_utilization": 0.3 if vllm.gpu_memory_utilization is None else vllm.gpu_memory_utilization,
+            "vllm_max_model_length": vllm.max_model_len,
+            "vllm_enable_sleep_mode": vllm.sleep,
+        }
+    elif len(urls) == 1:
+        fields |= {"vllm_server_base_url": urls[0], "vllm_server_timeout": server.start_timeout_s}
+    else:
         raise ConfigError(f"rollout.server.urls={urls}: TRL samples on one server. Give one address, {_ELSEWHERE}.")
-    fields: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": urls[0]}
-    fields |= {"vllm_server_timeout": server.start_timeout_s}
     if config.rollout.min_new_tokens:
         fields["generation_kwargs"] = {"min_tokens": config.rollout.min_new_tokens}  # vLLM's name
     if algorithm == "rloo":
@@ -231,7 +241,8 @@ def _idle(config: RunConfig) -> list[tuple[str, Any, str]]:
     for key, why in IDLE.items():
         group = key.partition(".")[0]
         if group in SCHEMA_GROUPS and group != "critic" and value_of(config, key) != value_of(plain, key):
-            found.append((key, _yaml(value_of(config, key)), why))
+            value = value_of(config, key)
+            found.append((key, "…" if is_dataclass(value) else _yaml(value), why))
     return found
 
 
