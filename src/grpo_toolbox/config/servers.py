@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_toolbox.config.schema import RolloutConfig, RunConfig, ServerConfig, SyncConfig
+from grpo_toolbox.config.schema import RolloutConfig, RunConfig, ServerConfig
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.dialect import Dialect
 from grpo_toolbox.engines.http import HttpDialect
@@ -72,7 +72,7 @@ def server_engine(
             "moves. Set rollout.engine=vllm or sglang, or rollout.sync.mode=none to train on them all the same."
         )
     else:
-        sync = _weight_sync("vllm" if rollout.engine == "vllm" else "sglang", rollout.sync, policy, run_dir)
+        sync = _weight_sync("vllm" if rollout.engine == "vllm" else "sglang", rollout, policy, run_dir)
     engine = ServerEngine(
         DIALECTS[rollout.engine](),
         [Server(url, limits, _key(given)) for url in addresses(given.urls)],
@@ -112,13 +112,15 @@ def colocated_engine(
     )
 
 
-def _weight_sync(kind: Kind, given: SyncConfig, policy: nn.Module, run_dir: Path) -> ChosenSync:
+def _weight_sync(kind: Kind, rollout: RolloutConfig, policy: nn.Module, run_dir: Path) -> ChosenSync:
+    given, background = rollout.sync, rollout.async_
+    in_flight = background.in_flight if background.enabled and background.in_flight != "none" else given.in_flight
     settings = SyncSettings(
         mode=given.mode,  # type: ignore[arg-type]  # checked against its choices
         folder=given.folder,
         address=given.address,
         dtype=None if given.dtype == "auto" else getattr(torch, given.dtype),
-        in_flight=given.in_flight,  # type: ignore[arg-type]
+        in_flight=in_flight,  # type: ignore[arg-type]
         timeout_s=given.timeout_s,
     )
     return ChosenSync(kind, settings, policy, run_dir)
