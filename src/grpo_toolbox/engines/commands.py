@@ -103,7 +103,8 @@ def vllm_command(has: Installed, serving: Serving) -> Command:
     words += ["--dtype", serving.dtype or ("float32" if on_cpu else "auto")]
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--max-model-len", str(serving.max_model_len)] if serving.max_model_len else []
-    words += ["--enforce-eager"] if on_cpu else []
+    if on_cpu:  # a prompt in chunks takes a step of its seed's generator back, which a processor's has not: it ends
+        words += ["--enforce-eager", "--no-enable-chunked-prefill"]
     if serving.tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
     if serving.gpu_memory_utilization is not None and not on_cpu:
