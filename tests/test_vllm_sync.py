@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from grpo_toolbox.engines.targets import VllmTarget
 from grpo_toolbox.engines.teacher import Teacher
 from grpo_toolbox.models.lora import LoraOptions, add_adapter
 from served_models import POSITIONS, served_model
+from small_models import forced_logps
 from vllm_server import VllmServer, vllm  # noqa: F401
 
 LENGTH = min(300, POSITIONS - 8)
@@ -131,4 +134,46 @@ def test_a_sender_that_dies_leaves_the_former_weights_and_the_next_push_works(
     sync.push([server], policy, 2)
     probe, target = probed(policy, server)
     assert causes(probe.check([target], moved=False)) == [None]
+    sync.close()
+
+
+@pytest.mark.parametrize("mode", ["folder", "gloo"])
+def test_case_e09_3_a_request_that_comes_during_a_push_waits_and_is_answered_with_the_new_weights(
+    mode: Mode, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second into the push it has no answer; then every token's log-prob is that of the new weights."""
+    policy = served_model()
+    sync = ChosenSync("vllm", SyncSettings(mode, folder=str(tmp_path), timeout_s=120.0), policy, tmp_path)
+    sync.push([server], policy, 1)
+    nudge(policy, 1)
+    prompt = list(range(5, 25))
+    asked = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": 8,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "seed": 3,
+    }
+    name = "load_folder" if mode == "folder" else "transfer"
+    push = getattr(procedure, name)
+
+    with ThreadPoolExecutor(1) as pool:
+        answers: list[Any] = []
+
+        def meanwhile(*arguments: Any) -> None:
+            answers.append(pool.submit(server.post, "/v1/completions", asked))
+            time.sleep(0.5)
+            assert not answers[0].done()
+            push(*arguments)
+            assert not answers[0].done()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(procedure, name, meanwhile)
+            sync.push([server], policy, 2)
+        choice = answers[0].result(timeout=60)["choices"][0]
+    ids = choice["token_ids"]
+    forced = forced_logps(policy, prompt, ids)
+    torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), forced, atol=1e-3, rtol=0)
+    assert float((forced_logps(served_model(), prompt, ids) - forced).abs().max()) > 0.05
     sync.close()
