@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import grpo_toolbox.config.build as build
+import grpo_toolbox.config.policy as policy
 from command_line import SHORT, refused, toolbox, write_module
 from grpo_toolbox.checkpoint import latest_checkpoint, load_checkpoint
 from grpo_toolbox.models.tiny import tiny_config
@@ -34,7 +35,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(build, "load_model", load_model)
+    for module in (build, policy):
+        monkeypatch.setattr(module, "load_model", load_model)
 
 
 def write_rows(rows: Sequence[dict[str, Any]], name: str = "prompts.jsonl") -> str:

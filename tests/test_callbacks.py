@@ -234,6 +234,7 @@ def test_every_rollout_is_traced_as_one_action_record(tmp_path):
         "prompt_ids": [5],
         "token_ids": [12, 1],
         "logps": [-0.1, -1.5],
+        "written": None,
     }
 
 

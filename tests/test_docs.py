@@ -123,6 +123,7 @@ def test_every_command_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name, body in own_files(page).items():
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # another test's file of that name
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(body, encoding="utf-8")
     for command in commands(page):

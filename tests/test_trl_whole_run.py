@@ -29,6 +29,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grpo_toolbox.engines import Traits
 from grpo_toolbox.models.load import Reference
 from grpo_toolbox.models.tiny import build_tiny
 from grpo_toolbox.ops import logps_and_entropy
@@ -77,6 +78,8 @@ def given_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[floa
 
 class Replay:
     """An engine that hands out the given completions."""
+
+    traits = Traits(shares_weights=True, exact=False, logps="tempered", drawn_logps=False)
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_finished=lambda row, one: None

@@ -44,7 +44,8 @@ class LocalEngine(InProcessEngine):
     def __init__(self, model: nn.Module, *, max_rows: int = 256, float8: bool = False, **shared: Any) -> None:
         super().__init__(model, **shared)
         self._max_rows, self._float8 = max_rows, float8
-        self.traits = replace(self.traits, exact=not float8)
+        if float8:
+            self.traits = replace(self.traits, exact=False)
         self._newer: Callable[[], int | None] = lambda: None
         self._recompute = False
 
