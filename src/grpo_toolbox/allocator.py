@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
-MADV_HUGEPAGE = 14
-"""Advice of Linux's `madvise`."""
 
 
 def reuse_freed_memory() -> bool:
@@ -32,17 +29,10 @@ def reuse_freed_memory() -> bool:
 def hand_back_freed_memory() -> None:
     """Give the kernel every page that only freed memory lies on, holes included (Linux with glibc).
 
-    Tensors of the next phase are of other sizes and do not fit into the holes of the last one. What is filled again may
-    come in pages of 2 MiB, where the system allows it: clearing small ones costs some tenths of a second per GiB.
+    Tensors of the next phase are of other sizes and do not fit into the holes of the last one. Clearing the pages anew
+    costs about a tenth of a second per GiB.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    trim = getattr(libc, "malloc_trim", None)
-    if trim is None:
-        return
-    trim(0)
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        if line.endswith("[heap]"):
-            start, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
