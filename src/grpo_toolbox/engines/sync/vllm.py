@@ -87,8 +87,3 @@ def backend(server: Control) -> str | None:
     """Return the transfer backend that the server was started with, where it has loaded our extension."""
     answers = server.post("/collective_rpc", {"method": "toolbox_transfer"})["results"]
     return answers[0]["backend"] if answers else None
-
-
-def weight_digests(server: Control) -> dict[str, str]:
-    """Return vLLM's own checksum of every parameter as it is in use; empty ones are of packed parameters."""
-    return dict(server.post("/weight_checker", {"action": "checksum"})["checksums"])
