@@ -59,15 +59,44 @@ def test_an_engine_that_is_left_behind_shows_at_the_second_step(tmp_path: Path) 
     assert min(second, third) > 0.01
 
 
-UNTRAINED = (["reward.name=test_mismatch:nothing"], ["method=ppo", "critic.pretrain_steps=3"])
+NOTHING = "reward.name=test_mismatch:nothing"
+CUT_OFF = ("objective.mask_truncated=true", "rollout.min_new_tokens=3", "rollout.max_new_tokens=3")
+UNTRAINED = (
+    [NOTHING],
+    ["method=ppo", "critic.pretrain_steps=3"],
+    # the second step of a generation is off-policy
+    [NOTHING, "rollout.steps_per_generation=2", "rollout.prompts_per_step=2"],
+    [NOTHING, "rollout.steps_per_generation=2", "rollout.prompts_per_step=2", "trainer.ppo_epochs=2"],
+    # every group is dropped, and the batch empty
+    [NOTHING, "rollout.dynamic_sampling=true"],
+    # every completion is cut off and left out; with a KL their rows are forwarded, but no token of them counts
+    [*CUT_OFF],
+    [*CUT_OFF, "objective.beta=0.1"],
+)
 
 
-@pytest.mark.parametrize("words", UNTRAINED, ids=str)
+@pytest.mark.parametrize("words", UNTRAINED, ids=" ".join)
 def test_steps_that_do_not_train_the_policy_measure_it_too(words: list[str], tmp_path: Path) -> None:
     run = built_run(*WORDS, *words, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}")
     before = [one.detach().clone() for one in run.policy.parameters()]
     assert max(gaps(run, tmp_path / "run")) < 1e-5
     assert all(torch.equal(one, other) for one, other in zip(before, run.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("words", [UNTRAINED[0], UNTRAINED[4]], ids=" ".join)
+def test_where_nothing_is_trained_the_engine_is_measured_before_the_optimizer_moves(
+    words: list[str], tmp_path: Path
+) -> None:
+    """Momentum moves the policy in a step without a gradient, too: what drew the rollouts is the policy before."""
+    run = built_run(*WORDS, *words, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}")
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+            run.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    before = torch.cat([one.detach().flatten().clone() for one in run.policy.parameters()])
+    assert max(gaps(run, tmp_path / "run")) < 1e-5
+    after = torch.cat([one.detach().flatten() for one in run.policy.parameters()])
+    assert float((after - before).abs().mean()) > 0.01
 
 
 def nothing(completions: Sequence[str]) -> list[float]:

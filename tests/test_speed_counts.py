@@ -42,13 +42,18 @@ LENGTHS: Lengths = ((9, 4, 1), (2, 7, 5))
 PACKED = 30 + 12 + (8 + 3 + 0) + (1 + 6 + 4)  # prompts once; the last token of a completion predicts nothing
 
 
-def batch_of(prompts: Sequence[int] = PROMPTS, lengths: Lengths = LENGTHS, silent: Sequence[int] = ()) -> Batch:
-    """Completions of these lengths; groups in `silent` have no spread."""
-    rollouts = [
+def rollouts_of(prompts: Sequence[int] = PROMPTS, lengths: Lengths = LENGTHS) -> list[Rollout]:
+    """Completions of these lengths."""
+    return [
         Rollout(prompt, text_ids(length, 3 * length + row), (-1.0,) * length, "length", "")
         for prompt, group in zip(make_prompts(*prompts), lengths, strict=True)
         for row, length in enumerate(group)
     ]
+
+
+def batch_of(prompts: Sequence[int] = PROMPTS, lengths: Lengths = LENGTHS, silent: Sequence[int] = ()) -> Batch:
+    """Completions of these lengths; groups in `silent` have no spread."""
+    rollouts = rollouts_of(prompts, lengths)
     advantages = torch.linspace(-1, 1.7, len(rollouts)).reshape(len(lengths), -1)
     advantages[list(silent)] = 0.0
     return collate(rollouts, advantages)
@@ -64,6 +69,7 @@ def run_of(policy: nn.Module, objective: Objective | None = None, **settings: An
         "optimizer": torch.optim.SGD(trained, lr=0.0),
         "lr_at": lambda step: 0.0,
         "sampling": Sampling(max_new_tokens=9),
+        "group_size": len(LENGTHS[0]),
         "settings": UpdateSettings(**settings),
     }
     defaults = {one.name for one in fields(Run) if one.default is not MISSING or one.default_factory is not MISSING}
@@ -106,7 +112,7 @@ def test_groups_without_spread_stay_at_home():
 def test_of_a_batch_without_spread_one_micro_batch_is_forwarded_to_measure_the_engine():
     model = build("llama")
     with forwarded(model) as sizes:
-        metrics = update(run_of(model, micro_batch_tokens=40), batch_of(silent=[0, 1]), 1)
+        metrics = update(run_of(model, micro_batch_tokens=40), batch_of(silent=[0, 1]), 1, rollouts_of())
     assert len(sizes) == 1
     assert sizes[0] <= 40
     assert (metrics["rows_trained"], metrics["forward_tokens"]) == (0, 0)

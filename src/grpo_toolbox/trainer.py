@@ -44,7 +44,7 @@ def _steps(run: Run, stop: GracefulStop) -> None:
         batch = batch_of(run, learnt)
         with stop.protect():
             with clock("update"):
-                updated = update(run, batch, number)
+                updated = update(run, batch, number, learnt.rollouts)
             refresh_reference(run, number)
             run.source.sync(run, number, clock)
             seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics) | run.probed()

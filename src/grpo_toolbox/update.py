@@ -30,21 +30,25 @@ _WORTH_HANDING_BACK = 64 * 2**20
 """Bytes of gradients from which on memory counts more than the time of asking."""
 
 
-def update(run: Run, batch: Batch, number: int) -> dict[str, float]:
-    """Take `ppo_epochs` optimizer steps on one batch and return the metrics of what was trained: policy and critic."""
+def update(run: Run, batch: Batch, number: int, rollouts: Sequence[Rollout] = ()) -> dict[str, float]:
+    """Take `ppo_epochs` optimizer steps on one batch and return the metrics of what was trained: policy and critic.
+
+    `rollouts` are all of the step, those of groups left out of the batch included: where none is trained, the engine is
+    measured on some of them.
+    """
     # a generation that serves several steps is gone through several times by those steps, not within one
     epochs = run.settings.ppo_epochs if run.generation.steps_per_generation == 1 else 1
     critic = run.critic
     if critic is None:
-        return _update_policy(run, batch, number, epochs)
+        return _update_policy(run, batch, number, epochs, rollouts)
     waits = number <= critic.settings.pretrain_steps
-    metrics = _sampler_metrics(run, batch, number) if waits else _update_policy(run, batch, number, epochs)
+    metrics = _sampler_metrics(run, rollouts, number) if waits else _update_policy(run, batch, number, epochs, rollouts)
     run.moving = True
     shown = {"critic/pretraining": float(waits)} if critic.settings.pretrain_steps else {}
     return metrics | critic.update(batch, number, epochs) | shown
 
 
-def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str, float]:
+def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
     objective = run.controlled_objective()
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
     batch = replace(batch, prompt_length=prompt_lengths(batch))
@@ -54,7 +58,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
     meter = Meter()
-    shown = {} if rows else _sampler_metrics(run, batch, number)
+    shown = {} if bool(batch.mask[rows].any()) else _sampler_metrics(run, rollouts, number)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
     run.policy.train()
@@ -96,13 +100,15 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int) -> dict[str
     return shown | meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
 
 
-def _sampler_metrics(run: Run, batch: Batch, number: int) -> dict[str, float]:
-    """Measure the engine where no row is trained, on as many rows as one micro-batch holds; nothing off-policy."""
+def _sampler_metrics(run: Run, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
+    """Measure the engine where no row is trained, on as many rollouts as one micro-batch holds, all that they wrote."""
     meter = MismatchMeter()
-    if len(batch) and batch.old_logps is None:
-        rows = micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens)[0]
-        micro = batch.select(rows).to(run.device)
-        meter.add(_logps_now(run, micro), micro.sampler_logps, micro.mask, _ages(micro, number))
+    if rollouts:
+        batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
+        wrote = batch.mask.any(dim=1).nonzero().squeeze(1).tolist()
+        for rows in micro_batches(batch, wrote, run.settings.micro_batch_tokens)[:1]:
+            micro = batch.select(rows).to(run.device)
+            meter.add(_logps_now(run, micro), micro.sampler_logps, micro.mask, _ages(micro, number))
     return meter.metrics()
 
 
