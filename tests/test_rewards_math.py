@@ -151,6 +151,10 @@ FINAL = [
     ("\\boxed{58}\n\nQuestion: and 3+9?\n\\boxed{12}", "58"),  # an invented question
     ("so 500 - 58 = 442.\n\nFinal Answer: **58**", "58"),
     ("**Final Answer**\n\n58", "58"),
+    ("<answer> The answer is 58 </answer>", "58"),
+    ("The correct option is (C).", "(C)"),
+    ("The answer is 58. The best option is to check it again.", "58"),
+    ("答案是 58", "58"),
     ("The answer is 4. No.\nThe answer is $5$. Checked.", "$5$"),
     ("The answer is 3.5.", "3.5"),
     ("Reasoning.\n#### 58 dollars", "58 dollars"),

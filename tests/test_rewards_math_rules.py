@@ -129,6 +129,31 @@ ALGEBRA: Rule = [
     (r"\frac{1}{x}", ["x^{-1}"], [r"\frac{1}{x+1}"]),
     (r"\alpha_1+\gamma", [r"\gamma+\alpha_1"], [r"\alpha_2+\gamma", r"\alpha_1+\Gamma"]),
     (r"7^{9^{9^8}}", ["7^{9^{9^{8}}}"], ["7^{9^{9^{9}}}", "43"]),
+    (r"\frac{1}{2004!}", [r"\frac{2005}{2005!}"], [r"\frac{1}{2006!}", "0"]),  # however small
+    (
+        r"\frac{2^{2005}+1}{3\cdot2^{2006}}",
+        [r"\frac16+\frac{1}{3\cdot2^{2006}}"],
+        [r"\frac{1}{3\cdot2^{2006}}", r"\frac16"],
+    ),
+    (r"\gcd(34,510)", ["34", r"\gcd(68,102)"], ["34510", "510", "6"]),
+    ("18", [r"\gcd(36,54)", r"\gcd(36, 54)=18", r"\text{gcd}(a,b)=18", r"\max\{3,18\}"], [r"\text{lcm}(36,54)"]),
+    ("10.0", [r"{5 \choose 2}", r"\binom52", r"\dbinom{5}{2}"], [r"{5 \choose 1}"]),
+    (r"\frac{3}{11}", [r"{3 \over 11}"], [r"{11 \over 3}"]),
+    (
+        r"2\operatorname{cis}(60^\circ)",
+        [r"2\text{ cis }60^\circ", r"2e^{i\pi/3}", r"1+\sqrt3 i"],
+        [r"2\text{ cis }30^\circ"],
+    ),
+]
+DOTS: Rule = [
+    (r"1, 2, \ldots, n", [r"1,2,\dots,n", "1, 2, 3, ..., n"], [r"1, 3, 5, \ldots, 2n-1", r"1,2,\ldots", "1,2,n"]),
+    (r"\{2,4,6,\ldots,20\}", [r"\{2,4,\dots,20\}"], [r"\{2,4,\dots,22\}", r"\{2,3,\dots,20\}", r"\{2,20\}"]),
+    (r"1,2,4,8,\ldots", [r"1, 2, 4, 8, \dots"], [r"1,2,4,\ldots"]),  # no equal steps
+    (r"1:2:3:\ldots", [r"1:2:3:\dots"], [r"1:4:9:\ldots"]),
+    (r"\frac49", ["0.444...", r"0.4444\ldots", "0.444…"], ["0.44...", "0.444"]),
+    (r"\frac56", ["0.8333..."], ["0.8383..."]),
+    (r"\frac17", [r"0.142857142857\ldots"], [r"0.142857\ldots142"]),
+    (r"\pi", [r"3.14159\ldots"], [r"3.14\ldots"]),
 ]
 EQUATIONS: Rule = [
     ("x=5", ["5", "x = 5", "x=2+3=5", "2x=10"], ["y=5", "x=6", "5x"]),
@@ -203,9 +228,15 @@ TEXT: Rule = [
     (r"2:30 \text{ PM}", ["2:30 PM", r"\text{2:30 pm}"], ["2:30 AM", "2:31 PM", "2:30"]),
     (r"\infty", [r"\text{infinity}", r"+\infty"], [r"-\infty"]),
     (r"\text{east}", ["East", r"\textbf{east.}"], ["west", "northeast"]),
-    ("no solution", [r"\text{No solution}"], ["solution", "0"]),
     ("Yes", ["yes", r"\text{YES.}"], ["No", "Yes and no"]),
     ("Alice and Bob", ["Bob and Alice"], ["Alice"]),
+    ("12:00", ["12:00"], ["1:00", "12:30"]),
+    ("2:30", ["2:30", "02:30"], ["1:15", "3:45", r"2:30 \text{ PM}"]),  # a time is no ratio
+    ("C", ["C: 12", r"\text{C: }12"], ["B: 12", "C:D"]),
+    (r"\text{(A) and (B)}", ["A, B", "B and A", "AB"], ["A", "AC"]),
+    ("ACD", ["A, C, D", r"\{D,A,C\}"], ["AC", "A, C"]),
+    (r"\text{DNE}", ["does not exist"], ["0", r"\infty"]),
+    ("no solution", [r"\text{No solution}", r"\text{no solutions}", r"\emptyset"], ["solution", "0", r"\{0\}"]),
     ("101_2", ["101_{2}", r"101_{\text{two}}", "101"], ["101_3", "5", "110_2"]),
     ("3:4", ["6:8", r"\frac34", "3 : 4"], ["4:3", "3:5"]),
     ("1:2:3", ["2:4:6"], ["1:3:2", "1:2"]),
@@ -214,6 +245,7 @@ TEXT: Rule = [
 
 RULES = {
     **{"numbers": NUMBERS, "approximations": APPROXIMATIONS, "percent": PERCENT, "units": UNITS, "algebra": ALGEBRA},
+    "dots": DOTS,
     **{"equations": EQUATIONS, "several": SEVERAL, "intervals": INTERVALS, "matrices": MATRICES, "text": TEXT},
 }
 
@@ -234,7 +266,7 @@ SAME = [
     *(("12", "(C) 12"), ("12", r"12\text{ cm}"), (r"12\text{ cm}", "(C) 12"), ("C", "(C) 12"), ("35", r"35\%")),
     *(("0.35", r"35\%"), ("x=5", "5"), ("12.5", r"\$12.50"), ("1000000", r"\$1{,}000{,}000")),
     *(("3", r"x \equiv 3 \pmod 7"), (r"7 \pmod{10}", "7"), ("11", "x+y=11")),
-    *((r"8 \text{ and } 27", r"\{8, 27\}"), ("(8, 27)", r"8 \text{ and } 27")),
+    *((r"\emptyset", "no solution"), (r"8 \text{ and } 27", r"\{8, 27\}"), ("(8, 27)", r"8 \text{ and } 27")),
 ]
 
 

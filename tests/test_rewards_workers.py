@@ -133,8 +133,9 @@ def test_a_closed_pool_has_no_processes_and_takes_no_jobs(pool: Pool) -> None:
 
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from grpo_toolbox.rewards.workers import Pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, as these tests may be, ignores it
 pool = Pool("builtins:eval", size=2)
 print(pool.submit("__import__('os').getpid()", 120.0).result(), flush=True)
 endless = pool.submit("7**9**9**8", 1.0 if "killed" in sys.argv else 600.0)

@@ -17,7 +17,7 @@ _DIGITS = (
     r"(?:(?<!\d)(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?!\d|\.\d)"  # 1.2.3 is no number
 )
 _NUMBER = re.compile(
-    rf"(?P<sign>{_SIGN})?(?:{_CURRENCY}\s?)?(?P<sign2>(?<![\w)\]}}])-)?"
+    rf"(?P<sign>{_SIGN}(?:(?:(?<==[-+])|(?<== [-+])|(?<=\A[-+]))\s)?)?(?:{_CURRENCY}\s?)?(?P<sign2>(?<![\w)\]}}])-)?"
     rf"(?P<digits>{_DIGITS})(?P<exponent>[eE][-+]?\d+(?!\w))?(?P<denominator>/\d+(?!\d|[./]\d))?"
 )
 _NO_UNIT = (  # "2 million" is not 2, and "2 pi" neither
@@ -168,7 +168,7 @@ def as_number(text: str) -> Fraction | None:
     if denominator == 0:
         return None
     value = Fraction(match["digits"].replace(",", "")) * Fraction(10) ** exponent / denominator
-    return -value if "-" in (match["sign"], match["sign2"]) else value
+    return -value if "-" in ((match["sign"] or "").strip(), match["sign2"]) else value
 
 
 def plain_signs(text: str) -> str:

@@ -28,6 +28,8 @@ from grpo_toolbox.rewards.maths.reading import readings
 from grpo_toolbox.rewards.maths.units import MULTIPLIERS, NOT_UNITS
 
 _BLANK_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d])")
+_WORKINGS = re.compile(r"<<[^<>]*>>")
+"""GSM8K's notes for a calculator: `<<5+5=10>>`."""
 _LONGEST = 200
 _NOT_PLAIN = (NOT_UNITS | {*MULTIPLIERS, "k"}) - {
     "about",
@@ -89,6 +91,7 @@ def marked_answer(text: str) -> str | None:
 
 def number_of(answer: str) -> Fraction | None:
     """The one number that an answer gives: `$1,234.50.`, `x = 5`, `3 + 4 = 7`, `72 pens`, `\\frac{1}{2}`, `it is 5`."""
+    answer = _WORKINGS.sub("", answer)
     answer = _BLANK_GROUPS.sub(lambda match: match[0].replace(" ", ""), answer)
     plain = as_number(answer)
     if plain is not None or len(answer) > _LONGEST:

@@ -33,7 +33,7 @@ _OUT_OF = re.compile(r"(?:/|\b(?:out )?of)[*_` \t]{0,9}\Z", re.IGNORECASE)
 """Before a rating that is the denominator of another."""
 _QUOTING = re.compile(
     r"\b(?:writes?|wrote|says?|said|contains?|plant(?:s|ed)?|claims?|asks?|demands?|quotes?|inserts?|includes?)\b"
-    r"[^.!?:\n]*\Z",
+    r"(?:[^.!?:\n]*|\s*:\s*[\"'“‘]?)\Z",
     re.IGNORECASE,
 )
 """Before a rating that is somebody else's."""
@@ -47,9 +47,11 @@ _SAID = re.compile(
     r"(?:final\s+)?(?:response|answer|completion|candidate|solution|it|this|verdict|grade|result)\s+is\s+(.+)",
     re.IGNORECASE,
 )
+_SENTENCES = re.compile(r"(?<=[.!?])\s+")
 _WORD = re.compile(r"\w+")
 _DOUBT = re.compile(
-    r"\b(?:not|never|neither|nor|no|cannot|would|could|if|unless|almost|nearly|partly|partially|hardly)\b|n['’]t\b",
+    r"\b(?:not|never|neither|nor|no|cannot|would|could|if|unless|almost|nearly|partly|partially|hardly|mostly|largely"
+    r"|mainly|somewhat|roughly|half)\b|n['’]t\b",
     re.IGNORECASE,
 )
 _TURN = re.compile(r"\b(?:but|however|although|though|except|wait|if|unless|would|could)\b", re.IGNORECASE)
@@ -162,8 +164,14 @@ def _spoken(reply: str | None) -> str | None:
     if not reply or len(reply) > _LONGEST:
         return None
     before, closed, answer = reply.rpartition("</think>")
-    text = (answer if closed else before + answer).strip()
+    text = _fenced((answer if closed else before + answer).strip())
     return text if text and "<think>" not in text else None  # else the reasoning never ended
+
+
+def _fenced(text: str) -> str:
+    """What one fence around everything holds."""
+    whole = re.fullmatch(r"```\w*[ \t]*\n((?:(?!```)[^\0])*)\n?[ \t]*```", text)
+    return whole[1].strip() if whole else text
 
 
 def _json_object(text: str) -> tuple[dict[str, Any] | None, str]:
@@ -237,7 +245,7 @@ def _from_last_line(line: str, scale: Scale) -> float | None:
         return whole
     before, _, behind = line.rpartition(":")
     verdict = scale.text(behind) if _ABOUT_SCORES.search(before) else scale.label(_bare(behind))
-    said = _SAID.fullmatch(_bare(line))
+    said = _SAID.fullmatch(_bare(_SENTENCES.split(line.strip())[-1]))
     if verdict is None and said is not None:
         verdict = scale.label(_bare(said[1]))
     if verdict is not None:
@@ -261,6 +269,6 @@ def _from_first_word(text: str, scale: Scale) -> float | None:
 
 
 def _bare(text: str) -> str:
-    """The text without marks of emphasis and round brackets around it and the stop behind it."""
+    """The text without marks of emphasis and a pair of brackets around it and the stop behind it."""
     text = text.strip().strip(_MARKS).rstrip(".!").strip(_MARKS)
-    return text[1:-1].strip() if text.startswith("(") and text.endswith(")") else text
+    return text[1:-1].strip() if text[:1] + text[-1:] in ("()", "[]") else text

@@ -91,6 +91,8 @@ class Pool:
             jobs = list(self._jobs)
             self._jobs.clear()
         for worker in workers:
+            worker.process.kill()  # all of them, before a second Ctrl-C can end the waiting for one
+        for worker in workers:
             worker.kill()
         for job in jobs:
             job.future.cancel()

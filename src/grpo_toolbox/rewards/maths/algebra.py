@@ -26,6 +26,8 @@ _LARGEST = 1e6
 _MOST_TERMS = 1e4
 """Terms of a sum or product beyond which nothing is worked out."""
 
+_EXACT = 2e4
+"""Digits up to which a fraction is worked out exactly."""
 _MOST_DIGITS = 300
 """Digits of a number that is read as digits."""
 
@@ -174,6 +176,30 @@ def out_of_reach(expression: Basic) -> bool:
     )
 
 
+def exact(expression: Any) -> Fraction | None:
+    """The value of an expression of integers, powers and factorials; None for others, and beyond 20,000 digits."""
+    import sympy
+
+    if isinstance(expression, sympy.Rational):
+        return Fraction(int(expression.p), int(expression.q))
+    if not isinstance(expression, sympy.Add | sympy.Mul | sympy.Pow | sympy.factorial):
+        return None
+    if not magnitude(expression) <= _EXACT:
+        return None
+    parts = [exact(part) for part in expression.args]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if isinstance(expression, sympy.Add):
+        return sum(known, Fraction(0))
+    if isinstance(expression, sympy.Mul):
+        return math.prod(known, start=Fraction(1))
+    whole = known[-1].denominator == 1 and (known[-1] >= 0 or known[0] != 0)
+    if isinstance(expression, sympy.Pow):
+        return known[0] ** int(known[1]) if whole else None
+    return Fraction(math.factorial(int(known[0]))) if whole and known[0] >= 0 else None
+
+
 def _is_long(terms: Any) -> bool:
     """Whether a sum or product has more than ten thousand terms to be taken one by one."""
     import sympy
@@ -234,6 +260,9 @@ def _agree(one: Expr, other: Expr) -> bool:
 
 def _compare(one: Expr, other: Expr, agree: Callable[[Any, Any], bool]) -> bool:
     names = sorted(one.free_symbols | other.free_symbols, key=str)
+    fractions = [None if names else exact(expression) for expression in (one, other)]
+    if fractions[0] is not None and fractions[1] is not None:
+        return fractions[0] == fractions[1]
     if not names:
         values = [_at(expression, {}) for expression in (one, other)]
         return None not in values and agree(*values)

@@ -26,6 +26,8 @@ from grpo_toolbox.rewards.maths.nodes import (
 from grpo_toolbox.rewards.maths.numbers import Number, same_number
 
 Verdict = bool | None
+_CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
+_SYNONYMS = {"dne": "doesnotexist", "nosolutions": "nosolution"}
 
 
 class Algebra(Protocol):
@@ -118,7 +120,12 @@ def _relations(gold: Node, answer: Node, algebra: Algebra) -> Verdict:
 
 
 def _words(gold: Node, answer: Node, algebra: Algebra) -> Verdict:
-    return _plain(spelling(gold)) == _plain(spelling(answer))
+    return _said(gold) == _said(answer)
+
+
+def _said(node: Node) -> str:
+    text = "nosolution" if node == Group("set", ()) else _plain(spelling(node))
+    return _SYNONYMS.get(text, text)
 
 
 def _matrices(gold: Node, answer: Node, algebra: Algebra) -> Verdict:
@@ -168,6 +175,8 @@ def _groups(gold: Node, answer: Node, algebra: Algebra) -> Verdict:
     """A set or list in any order, also of one; a tuple in its order, also without brackets."""
     groups = [node for node in (gold, answer) if isinstance(node, Group)]
     kinds = {node.kind for node in groups}
+    if (letters := _letters(gold)) and _letters(answer):
+        return letters == _letters(answer)
     if "ratio" in kinds:
         return _ratios(gold, answer)
     one, other = _items(gold), _items(answer)
@@ -180,13 +189,24 @@ def _groups(gold: Node, answer: Node, algebra: Algebra) -> Verdict:
     return _matched(_distinct(one), _distinct(other), algebra)
 
 
+def _letters(node: Node) -> set[str]:
+    """The letters of a multiple choice with several right ones, `A, C` or `AC`; empty for anything else."""
+    if isinstance(node, Value):
+        return set(node.text) if re.fullmatch("A?B?C?D?E?F?G?H?I?J?", node.text) else set()
+    found = [item.text for item in node.items if isinstance(item, Value)] if isinstance(node, Group) else []
+    listed = isinstance(node, Group) and node.kind in ("list", "set") and len(found) == len(node.items)
+    return set(found) if listed and all(re.fullmatch("[A-J]", text) for text in found) else set()
+
+
 def _items(node: Node) -> tuple[Node, ...]:
     return node.items if isinstance(node, Group) else (node,)
 
 
 def _ratios(gold: Node, answer: Node) -> bool:
-    """`3:4` is `6:8`, and 3/4."""
+    """`3:4` is `6:8`, and 3/4; `2:30` and `1:15` are times of day."""
     terms = [_terms(gold), _terms(answer)]
+    if all(_CLOCK.fullmatch(_plain(spelling(node))) for node in (gold, answer)):
+        return [one.value for one in terms[0]] == [one.value for one in terms[1]]
     if not terms[0] or not terms[1]:
         return False
     sizes = [len(one) for one in terms]

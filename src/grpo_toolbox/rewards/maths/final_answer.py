@@ -11,8 +11,10 @@ from grpo_toolbox.rewards.answers import after_marker, after_thinking, boxes, go
 
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _STATED = re.compile(
-    r"\b(?:final\s+)?answer\b[ \t*_]*"
-    r"(?:(?:is|are|equals|would be|will be|should be|must be)\b[ \t]*:?|[:=]|\n)[*_:\s]*(?=[^\n])",
+    r"(?:\banswer\b|答案)[ \t*_]*"
+    r"(?:(?:is|are|equals|would be|will be|should be|must be)\b[ \t]*:?|[:=：是为]|\n)[*_:\s]*(?=[^\n])"
+    r"|\b(?:correct|right|best)[ \t]+(?:option|choice)[ \t*_]*(?:is\b|:)[*_:\s]*"
+    r"(?=(?-i:\W{0,9}[A-J]\b(?![ \t]+[a-z])))",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<!\d)[.!](?=\s|\Z)|(?<=\d)\.(?=\s|\Z)")
@@ -45,7 +47,8 @@ def stated_answer(text: str) -> str | None:
     """The answer where it is announced, not boxed: in answer tags, after `####`, after `the answer is`, or alone."""
     tags = _ANSWER_TAG.findall(text)
     if tags:
-        return tags[-1].strip() or None
+        stated = list(_STATED.finditer(tags[-1]))
+        return tags[-1][stated[-1].end() if stated else 0 :].strip() or None
     marked = after_marker(text)
     if marked:
         return marked

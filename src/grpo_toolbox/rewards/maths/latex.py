@@ -30,6 +30,14 @@ _SYSTEM = re.compile(
 )
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z{}$%])")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_DOTS = r"(?:\.{3,}|\\[lc]?dots(?![a-zA-Z]))"
+_LISTED_DOTS = re.compile(r"(?<=[,;:+])\s*\.{3,}")
+_GOES_ON = re.compile(rf"(?P<whole>\d*\.)(?P<places>\d{{1,300}})\s*{_DOTS}(?!\s*\d)")
+_TURNS = re.compile(r"(?P<fixed>\d*?)(?:(?P<one>\d)(?P=one){2,}|(?P<turn>\d{2,6}?)(?P=turn)+)")
+_CIS = re.compile(
+    r"(?:\\text\{ ?cis ?\}|\\cis(?![a-zA-Z]) ?)"
+    r"(?P<angle>\([^()]*\)|(?:[\d.]+|\\frac\{[^{}]*\}\{[^{}]*\})(?:\\pi ?|\^\{\\circ ?\})?)"
+)
 
 _TOKEN = re.compile(r"\\[a-zA-Z]+\*?|\\.|\d+|[a-zA-Z]+|\*\*|[<>!=]=|\s+|.", re.DOTALL)
 _TEXT = {
@@ -98,7 +106,16 @@ def canonical(text: str) -> str:
     text = _LOWERED.sub(lambda match: f"_{{{match[0].translate(_ON_THE_LINE)}}}", text)
     text = unicodedata.normalize("NFKC", text.translate(_UNICODE))
     text = _DECIMAL_COMMA.sub(".", _GROUP_GAP.sub("", text))
-    return trimmed(tidy(_Rewriter(text).rest()))
+    text = _LISTED_DOTS.sub(r"\\dots ", _GOES_ON.sub(_going_on, text))
+    return trimmed(_CIS.sub(lambda match: f"e^{{i({match['angle'].strip('()')})}}", tidy(_Rewriter(text).rest())))
+
+
+def _going_on(match: re.Match[str]) -> str:
+    """A decimal that goes on: `0.1666...` repeats its end, of `3.14159...` the digits are what is known."""
+    turns = _TURNS.fullmatch(match["places"])
+    if turns is None:
+        return match["whole"] + match["places"]
+    return rf"{match['whole']}{turns['fixed']}\overline{{{turns['one'] or turns['turn']}}}"
 
 
 def tidy(text: str) -> str:
@@ -182,8 +199,7 @@ class _Rewriter:
 
     def _write(self, token: str) -> str:
         if token == "{":
-            inside = self.rest("}")
-            return f"{{{inside}}}" if inside.strip() else " "
+            return self._braces(self.rest("}"))
         if token in "^_" and token:
             return f"{token}{{{self._raised()}}}"
         if token.startswith("\\"):
@@ -196,6 +212,16 @@ class _Rewriter:
         if token.isspace() or token == "~":
             return " "
         return _PLAIN.get(token, token)
+
+    def _braces(self, inside: str) -> str:
+        """A group in braces, which may be a fraction or a binomial in TeX's own way: `{5 \\choose 2}`."""
+        above, over, below = inside.partition(r"\over ")
+        if over:
+            return rf"\frac{{{above.strip()}}}{{{below.strip()}}}"
+        n, choose, k = inside.partition(r"\choose ")
+        if choose:
+            return _binomial(n.strip(), k.strip())
+        return f"{{{inside}}}" if inside.strip() else " "
 
     def _raised(self) -> str:
         if self._peek() == "(":
@@ -240,8 +266,8 @@ class _Rewriter:
         return rf"\frac{{{above}}}{{{self._argument(whole_number=False)}}}"
 
     def _binomial(self, name: str) -> str:
-        n, k = self._argument(whole_number=False), self._argument(whole_number=False)
-        return rf"\frac{{({n})!}}{{({k})!(({n})-({k}))!}}"  # a parser that multiplies out would hang on a large one
+        n = self._argument(whole_number=False)
+        return _binomial(n, self._argument(whole_number=False))
 
     def _root(self, name: str) -> str:
         index = ""
@@ -289,6 +315,10 @@ class _Rewriter:
         if kind == "array" and name == "begin" and self._peek() == "{":
             self._argument()
         return rf"\{name}{{{'matrix' if kind == 'array' else kind}}}"
+
+
+def _binomial(n: str, k: str) -> str:
+    return rf"\frac{{({n})!}}{{({k})!(({n})-({k}))!}}"  # a parser that multiplies out would hang on a large one
 
 
 _GAPS = {"~", r"\,", r"\ ", r"\;", r"\quad"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_toolbox.rewards.maths.numbers import Number
@@ -89,6 +90,23 @@ class Choice:
 
 
 Node = Value | Words | Group | Interval | Union | Matrix | Named | Relation | Choice
+
+DOTS = Words(r"\dots")
+"""A part of a list that says that it goes on."""
+
+
+def without_obvious(items: Sequence[Node]) -> list[Node]:
+    """A list with dots without the terms that only go on as the first ones do: `1, 2, 3, ..., n` is `1, ..., n`."""
+    if DOTS not in items:
+        return [*items]
+    until = items.index(DOTS)
+    terms = [item.number.value if isinstance(item, Value) and item.number else None for item in items[:until]]
+    if len(terms) < 2 or terms[0] is None or terms[1] is None:
+        return [*items]
+    step = terms[1] - terms[0]
+    if any(term != terms[0] + place * step for place, term in enumerate(terms)):
+        return [*items]
+    return [*items[: 1 if step == 1 else 2], *items[until:]]
 
 
 def spelling(node: Node) -> str:

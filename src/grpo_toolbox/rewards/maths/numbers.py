@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,6 +22,7 @@ _SLASH = re.compile(rf"(?:(?P<whole>\d+) )?(?P<above>{_DECIMAL})/(?P<below>[-+]?
 _REPEATING = re.compile(
     r"(?P<whole>\d*)\.(?P<fixed>\d*)(?:\\(?:overline|bar|dot) ?\{(?P<turn>\d+)\}|\((?P<round>\d+)\))"
 )
+_OF_INTEGERS = re.compile(r"\\(?P<name>gcd|lcm|max|min) ?(?:\(|\\\{)(?P<numbers>-?\d+(?:,-?\d+){1,9})(?:\)|\\\})")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,12 @@ def _repeating(match: re.Match[str]) -> Number:
     return Number(int(match["whole"] or 0) + Fraction(int(fixed or 0), 10 ** len(fixed)) + tail)
 
 
+def _of_integers(match: re.Match[str]) -> Number:
+    numbers = map(int, match["numbers"].split(","))
+    chosen: Callable[..., int] = {"gcd": math.gcd, "lcm": math.lcm, "max": max, "min": min}[match["name"]]
+    return Number(Fraction(chosen(*numbers)))
+
+
 _FORMS = (
     (_PLAIN, _decimal),
     (_SCIENTIFIC, _decimal),
@@ -111,4 +120,5 @@ _FORMS = (
     (_FRACTION, _ratio),
     (_SLASH, _ratio),
     (_REPEATING, _repeating),
+    (_OF_INTEGERS, _of_integers),
 )

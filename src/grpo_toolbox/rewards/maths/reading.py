@@ -7,7 +7,20 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from grpo_toolbox.rewards.maths.latex import TEXT, Unreadable, canonical, trimmed
-from grpo_toolbox.rewards.maths.nodes import Choice, Group, Interval, Matrix, Named, Node, Relation, Union, Value, Words
+from grpo_toolbox.rewards.maths.nodes import (
+    DOTS,
+    Choice,
+    Group,
+    Interval,
+    Matrix,
+    Named,
+    Node,
+    Relation,
+    Union,
+    Value,
+    Words,
+    without_obvious,
+)
 from grpo_toolbox.rewards.maths.numbers import number
 from grpo_toolbox.rewards.maths.quantities import as_product, based, plain_value, quantity
 
@@ -18,6 +31,8 @@ _DEEPEST = 30
 _BRACKET = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_LISTED = re.compile(r"\\(?:gcd|lcm|max|min)(?![a-zA-Z])")
+"""What takes several numbers, so that the commas between them part them."""
 _TOKEN = re.compile(r"\\text\{[^{}]*\}|\\[a-zA-Z]+ ?|\\.|[a-zA-Z]+|.", re.DOTALL)
 _OPEN = {"(", "[", "{", r"\{", r"\langle", r"\begin"}
 _CLOSE = {")", "]", "}", r"\}", r"\rangle", r"\end"}
@@ -31,7 +46,9 @@ _SIGNS = {"=", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\approx", r"\equiv
 _ORDER = {"<", ">", r"\leq", r"\geq"}
 _TURNED = {">": "<", r"\geq": r"\leq"}
 _CHOICE = re.compile(
-    r"(?:\\text\{ ?)?(?:\((?P<one>[A-J])\)|(?P<two>[A-J])[).])(?: ?\})?(?!\(?[A-J][).])(?P<content>[^,;].*)?", re.DOTALL
+    r"(?:\\text\{ ?)?(?:\((?P<one>[A-J])\)|(?P<two>[A-J])(?:[).]|:(?=[ \\}\d])))(?: ?\})?"
+    r"(?!\(?[A-J][).]|\s*(?:\\text\{)?\s*(?:and|or)\b)(?P<content>[^,;].*)?",
+    re.DOTALL,
 )
 _MATRIX = re.compile(
     r"[(\[]?\\begin\{(?P<kind>[pbBs]?(?:small)?matrix\*?)\}(?P<cells>.*)\\end\{(?P=kind)\}[)\]]?", re.DOTALL
@@ -44,7 +61,7 @@ _SIMPLE_NAME = re.compile(
 )
 _LONG_NAME = re.compile(
     r"(?:[a-zA-Z+| ]|\\(?:angle|overline|triangle|cdot|sin|cos|tan|det|gcd|max|min)\b ?|\{[A-Za-z ]*\}"
-    r"|\([a-zA-Z\d ]*\)|(?<![xyz])\^\{2\})+"
+    r"|\([a-zA-Z\d ,]*\)|(?<![xyz])\^\{2\})+"
 )
 _OPTION = re.compile(r"(?:option|choice|answer) ?\(?([A-J])\)?", re.IGNORECASE)
 _TIME = re.compile(r"(?P<hours>\d{1,2}(?::\d\d)?) ?(?:\\text\{)? ?(?P<half>[apAP])\.?[mM]\.? ?\}?")
@@ -64,7 +81,7 @@ def readings(text: str) -> list[Node]:
         return [Words(text)]
     _check_brackets(text)
     formula = canonical(text)
-    closed = _GROUPED.sub(lambda match: match[0].replace(",", ""), formula)
+    closed = formula if _LISTED.search(formula) else _GROUPED.sub(lambda match: match[0].replace(",", ""), formula)
     try:
         found = [read(one) for one in dict.fromkeys((closed, formula))]
     except RecursionError:  # a model may write anything
@@ -81,6 +98,8 @@ def read(text: str) -> Node | None:
         text = trimmed(match[1])
     if not text:
         return None
+    if text == DOTS.text:
+        return DOTS
     for attempt in _ATTEMPTS:
         node = attempt(text)
         if node is not None:
@@ -184,7 +203,7 @@ def _list(text: str) -> Node | None:
         return None
     joined_by_or = any("or" in before for before, _ in pieces)
     items = [node for _, part in pieces if (node := read(part)) is not None]
-    items = [item for item in items if not _is_range(item)] or items
+    items = without_obvious([item for item in items if not _is_range(item)] or items)
     if len(items) == 1:
         return items[0]
     return _joined_intervals(items, joined_by_or) or Group("list", tuple(items))
@@ -192,7 +211,11 @@ def _list(text: str) -> Node | None:
 
 def _is_range(node: Node) -> bool:
     """Whether it only says which numbers a variable runs through: `k \\in \\mathbb{Z}`."""
-    return isinstance(node, Named) and isinstance(node.value, Value) and node.value.text.startswith(r"\mathbb{")
+    if not isinstance(node, Named):
+        return False
+    value = node.value
+    everything = isinstance(value, Interval) and _is_infinite(value.low) and _is_infinite(value.high)
+    return everything or (isinstance(value, Value) and value.text.startswith(r"\mathbb{"))
 
 
 def _joined_intervals(items: list[Node], joined_by_or: bool) -> Node | None:
@@ -219,7 +242,8 @@ def _brackets(text: str) -> Node | None:
     pieces = [part for _, part in _cut(content, lambda token: token in ",;")]
     items = [node for part in pieces if (node := read(part)) is not None]
     if opening == r"\{":
-        return None if end != r"\}" or any(mark in content for mark in ("|", ":")) else Group("set", tuple(items))
+        wrong = end != r"\}" or any(mark in content for mark in ("|", ":"))
+        return None if wrong else Group("set", tuple(without_obvious(items)))
     if len(items) != len(pieces) or not items:
         return None
     if len(items) == 2 and (opening, end) not in (("(", ")"), (r"\langle ", r"\rangle")):
@@ -279,7 +303,7 @@ def _equation(parts: list[str]) -> Node | None:
     value = read(parts[-1])
     if value is None:
         return None
-    if _is_text(parts[0]) or _ARITHMETIC.fullmatch(parts[0]):
+    if _is_text(parts[0]) or _ARITHMETIC.fullmatch(parts[0]) or number(parts[0]) is not None:
         return value  # 128 + 19 = 147
     if _is_name(parts[0]):
         return Named(parts[0].replace(" ", ""), value)
@@ -335,6 +359,8 @@ def _labelled(text: str) -> Node | None:
     if _is_text(pieces[0]):
         return read(text.partition(":")[2].lstrip("} "))
     numbers = [number(part) for part in pieces]
+    if DOTS.text in map(trimmed, pieces):
+        return Words(text)
     if any(one is None for one in numbers):
         return None
     return Group("ratio", tuple(Value(part, one) for part, one in zip(pieces, numbers, strict=True)))
@@ -353,7 +379,7 @@ def _prose(text: str) -> Node | None:
         return measured
     plain = _COMMAND.sub("", TEXT.sub("", text))
     wordy = _PROSE.search(plain) or TEXT.search(text) or text.lower() in _ONE_WORD
-    return Words(text) if wordy else None
+    return Words(text) if wordy and r"\begin" not in text else None
 
 
 _ATTEMPTS: tuple[Callable[[str], Node | None], ...] = (
