@@ -107,10 +107,12 @@ def _repeating(match: re.Match[str]) -> Number:
     return Number(int(match["whole"] or 0) + Fraction(int(fixed or 0), 10 ** len(fixed)) + tail)
 
 
+_CHOSEN: dict[str, Callable[..., int]] = {"gcd": math.gcd, "lcm": math.lcm, "max": max, "min": min}
+
+
 def _of_integers(match: re.Match[str]) -> Number:
     numbers = map(int, match["numbers"].split(","))
-    chosen: Callable[..., int] = {"gcd": math.gcd, "lcm": math.lcm, "max": max, "min": min}[match["name"]]
-    return Number(Fraction(chosen(*numbers)))
+    return Number(Fraction(_CHOSEN[match["name"]](*numbers)))
 
 
 _FORMS = (
