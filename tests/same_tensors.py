@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_toolbox.objectives import build_objective, loss_and_terms
+from grpo_toolbox.meter import Meter
+from grpo_toolbox.objectives import Objective, build_objective, loss_and_terms
 from grpo_toolbox.ops import Denominators
 from grpo_toolbox.surrogates import OBJECTIVES
 from trl_side import MAX_TOKENS, loss_on_log_probs
@@ -46,19 +47,42 @@ def theirs(trainer: Any, parts: Sequence[Sequence[int]], **columns: Tensor) -> R
 
 def ours(options: dict[str, Any], rows: Sequence[int] = range(ROWS), mask: Tensor = MASK, **columns: Tensor) -> Result:
     """Build the objective (`name` is its surrogate's) and apply it to `rows`, which are the whole step."""
-    chosen, options = list(rows), dict(options)
-    objective = build_objective(OBJECTIVES[options.pop("name", "clipped")], **options)
     logps, entropy = NOW.clone().requires_grad_(), ENTROPY.clone().requires_grad_()
-    loss, _ = loss_and_terms(
-        objective,
-        logps=logps[chosen],
-        entropy=entropy[chosen],
-        advantages=ADVANTAGES[chosen].unsqueeze(1),
-        mask=mask[chosen],
-        denominators=Denominators(len(chosen), float(mask[chosen].sum()), objective.length or MAX_TOKENS),
-        **{name: column[chosen] for name, column in columns.items()},
-    )
+    loss, _ = _applied(_built(options), list(rows), logps, entropy, mask, columns)
     return _with_gradients(loss, logps, entropy)
+
+
+def our_metrics(
+    options: dict[str, Any], parts: Sequence[Sequence[int]], every_row: bool = False, **columns: Tensor
+) -> dict[str, float]:
+    """Return what our update logs of one pass over all rows in micro-batches, with or without those of no advantage."""
+    objective = _built(options)
+    meter = Meter(of_completions=objective.ratio_level != "token")
+    meter.begin_pass()
+    for part in parts:
+        rows = [row for row in part if every_row or ADVANTAGES[row] != 0]
+        loss, terms = _applied(objective, rows, NOW, ENTROPY, MASK, columns)
+        meter.add(loss, terms, ADVANTAGES[rows].unsqueeze(1), MASK[rows])
+    return meter.metrics(float(MASK.sum()), ROWS)
+
+
+def _built(options: dict[str, Any]) -> Objective:
+    options = dict(options)
+    return build_objective(OBJECTIVES[options.pop("name", "clipped")], **options)
+
+
+def _applied(
+    objective: Objective, rows: list[int], logps: Tensor, entropy: Tensor, mask: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return loss_and_terms(
+        objective,
+        logps=logps[rows],
+        entropy=entropy[rows],
+        advantages=ADVANTAGES[rows].unsqueeze(1),
+        mask=mask[rows],
+        denominators=Denominators(len(rows), float(mask[rows].sum()), objective.length or MAX_TOKENS),
+        **{name: column[rows] for name, column in columns.items()},
+    )
 
 
 def _with_gradients(loss: Tensor, logps: Tensor, entropy: Tensor) -> Result:

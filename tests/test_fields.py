@@ -1,6 +1,6 @@
 """FIELD_MAP knows every field of TRL's configs, with its default.
 
-`python tests/test_fields.py` writes the table of docs/library.md anew.
+`python tests/test_fields.py` writes the tables of docs/library.md anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from grpo_toolbox.config.fields import FIELD_MAP, METRIC_MAP, TRL_VERSION, default_of, direct_fields, fields_of
+from grpo_toolbox.config.fields import (
+    FIELD_MAP,
+    METRIC_MAP,
+    METRIC_NOTES,
+    TRL_VERSION,
+    default_of,
+    direct_fields,
+    fields_of,
+)
 from grpo_toolbox.config.keys import known_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "library.md"
@@ -35,14 +43,22 @@ def _shown(value: object) -> str:
     return f"`{value!r}`"
 
 
+def metrics() -> str:
+    lines = ["| TRL's name | ours | where it differs |", "|---|---|---|"]
+    lines += [f"| `{theirs}` | `{ours}` | {METRIC_NOTES.get(ours, '')} |" for ours, theirs in METRIC_MAP.items()]
+    return "\n".join(lines)
+
+
 def with_table(page: str) -> str:
-    marked = rf"(<!-- fields: {re.escape(HOW)} -->\n).*?(<!-- end -->)"
-    return re.sub(marked, lambda found: f"{found[1]}{table()}\n{found[2]}", page, flags=re.DOTALL)
+    for name, made in {"fields": table(), "metrics": metrics()}.items():
+        marked = rf"(<!-- {name}: {re.escape(HOW)} -->\n).*?(<!-- end -->)"
+        page, count = re.subn(marked, lambda found, made=made: f"{found[1]}{made}\n{found[2]}", page, flags=re.DOTALL)
+        assert count == 1, name
+    return page
 
 
-def test_the_table_of_library_md_is_the_field_maps() -> None:
+def test_the_tables_of_library_md_are_the_field_and_metric_maps() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert f"<!-- fields: {HOW} -->" in page
     assert page == with_table(page), f"docs/library.md is out of date: run `{HOW}`"
 
 
@@ -81,6 +97,7 @@ def test_values_of_direct_fields_come_back(algorithm: str) -> None:
 
 def test_metrics_are_named_once_on_either_side() -> None:
     assert len(set(METRIC_MAP.values())) == len(METRIC_MAP)
+    assert set(METRIC_NOTES) <= set(METRIC_MAP)
 
 
 def test_every_key_is_one_that_can_be_set() -> None:

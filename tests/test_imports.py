@@ -25,7 +25,7 @@ LAYERS = (
     # models stand above batch: their forward pass takes one
     ("objectives", "rewards", "data", "models", "callbacks", "checkpoint"),
     ("engines", "critic", "mismatch"),
-    ("rollout", "run"),
+    ("rollout", "run", "meter"),
     ("evaluation", "update"),
     ("experience",),
     ("source",),

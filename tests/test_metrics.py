@@ -57,10 +57,17 @@ def test_step_metrics_by_hand():
             "frac_reward_zero_std": 0.5,  # group 1
             "pass_rate": 2 / 7,  # two right answers of the seven with a verdict
             "completion_tokens": 21 / 8,  # 2 + 2 + 2 + 1 + 2 + 4 + 4 + 4
+            "completions/min_length": 1,
+            "completions/max_length": 4,
             "completions/clipped_ratio": 2 / 8,
+            "completions/mean_terminated_length": 13 / 6,  # without the two of four tokens that were cut off
+            "completions/min_terminated_length": 1,
+            "completions/max_terminated_length": 4,
             "duplicate_rate": 3 / 8,  # two more (1, 2) in group 0, one more (4, 4, 4, 4) in group 1
             "rewards/exact/mean": 2 / 7,
+            "rewards/exact/std": 0.487950,  # (2·(5/7)² + 5·(2/7)²)/6 = .238095
             "rewards/format/mean": 2 / 6,
+            "rewards/format/std": 0.516398,  # (2·(2/3)² + 4·(1/3)²)/5 = .266667
             "seen": 3.0,
         },
         abs=1e-6,
@@ -89,7 +96,15 @@ def test_groups_with_fewer_than_two_scores_say_nothing_about_spread():
 def test_a_mean_over_nothing_is_left_out():
     rollouts = _rollouts([((1,), "stop")] * 2, group_size=2)
     metrics = step_metrics(rollouts, _scores([[[NONE, NONE], [NONE, NONE]]], [[NONE, NONE]]))
-    assert metrics == {"completion_tokens": 1, "completions/clipped_ratio": 0, "duplicate_rate": 0.5, "seen": 3.0}
+    assert {name for name in metrics if not name.startswith("completion")} == {"duplicate_rate", "seen"}
+
+
+def test_what_never_ended_has_no_length_and_one_number_no_spread():
+    rollouts = _rollouts([((1, 2), "length"), ((3,), "length")], group_size=2)
+    metrics = step_metrics(rollouts, _scores([[[0.5, NONE], [NONE, NONE]]], [[0.5, NONE]]))
+    ended = {metrics[f"completions/{kind}_terminated_length"] for kind in ("mean", "min", "max")}
+    assert ended == {0}
+    assert (metrics["rewards/exact/std"], "rewards/format/std" in metrics) == (0, False)
 
 
 def test_a_batch_of_one_reward_value_has_zero_std():

@@ -202,8 +202,9 @@ def test_vespo_keeps_its_weight_finite():
     # log w is kept in [log 1e-8, 20]: −60 gives 1e-16·e^(3 − 3e-8) = 2.0085e-15; +60 gives e^(43 − 3e^20) = 0
     for gap, phi in ((-2.0, 2.0085e-15), (2.0, 0.0)):
         logps = torch.full((1, 30), -1.0, dtype=torch.float64)
-        loss, _ = vespo(logps, logps - gap, torch.ones(1, 30), mask=torch.ones(1, 30, dtype=torch.bool))
+        loss, _, terms = vespo(logps, logps - gap, torch.ones(1, 30), mask=torch.ones(1, 30, dtype=torch.bool))
         assert loss[0].tolist() == pytest.approx([phi] * 30, rel=1e-4)
+        assert terms["vespo/phi_mean"].tolist() == pytest.approx([phi], rel=1e-4)
 
 
 # ---- DPPO ------------------------------------------------------------------------------------------------------------

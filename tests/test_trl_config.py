@@ -20,6 +20,7 @@ import pytest
 from command_line import composed, refused
 from grpo_toolbox.backends.trl_config import algorithm_of, check_trl, trl_arguments
 from grpo_toolbox.backends.trl_keys import FOREIGN, IDLE, JOINT, ONLY_GRPO, OURS, PLAIN, REFUSED
+from grpo_toolbox.cli.compose import read_arguments, run_jobs
 from grpo_toolbox.config.fields import FIELD_MAP, direct_fields
 from grpo_toolbox.config.keys import known_keys
 from grpo_toolbox.config.source import groups
@@ -235,6 +236,19 @@ def test_it_is_checked_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1 []"
+
+
+@pytest.mark.parametrize("first", ["grpo", "rloo"])
+def test_a_sweep_over_algorithms_gives_each_its_method(first: str) -> None:
+    other = {"grpo": "rloo", "rloo": "grpo"}[first]
+    words = [*TRL, f"trainer.algorithm={first},{other}", "trainer.seed=0,1"]
+    jobs = []
+    run_jobs(
+        read_arguments(["--multirun", *words]),
+        lambda job: jobs.append((job.trainer.algorithm, job.trainer.seed, job.advantage.name)),
+    )
+    advantage = {"grpo": "group_relative", "rloo": "rloo"}
+    assert jobs == [(name, seed, advantage[name]) for name in (first, other) for seed in (0, 1)]
 
 
 if __name__ == "__main__":

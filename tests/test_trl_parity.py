@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_toolbox.api.metrics import logged_metrics
 from grpo_toolbox.selection import entropy_threshold
+from grpo_toolbox.types import Step
 
 pytest.importorskip("trl")
 
@@ -25,6 +27,7 @@ from same_tensors import (
     WHOLE,
     WIDTH,
     assert_equal,
+    our_metrics,
     ours,
     theirs,
 )
@@ -70,6 +73,37 @@ def test_loss_types_at_both_levels_over_two_micro_batches(loss_type: str, level:
     options = our_options | {"ratio_level": level}
     assert_equal(ours(options, old_logps=OLD), theirs(trainer, HALVES, old_per_token_logps=OLD))
     assert_equal(ours(options), theirs(trainer, HALVES))  # on-policy: π_old = π
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.usefixtures("default_float64")
+def test_what_is_logged_of_the_clip_is_what_trl_logs(loss_type: str, level: str, reference: Path):
+    """Under TRL's names, of all tokens or completions of the step, though the one of no advantage is not forwarded."""
+    their_options, our_options = (dict(options) for options in LOSS_TYPES[loss_type])
+    if loss_type in CLIPPED_TYPES:  # narrow enough for the ratios of whole completions
+        their_options |= {"epsilon": 0.1, "epsilon_high": 0.05}
+        our_options |= {"clip_eps": 0.1, "clip_eps_high": 0.05}
+    elif loss_type == "cispo":
+        their_options["epsilon_high"] = our_options["ratio_cap"] = 1.05
+    trainer = trl_trainer(
+        reference,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        per_device_train_batch_size=ROWS,
+        **their_options,
+    )
+    theirs(trainer, WHOLE, old_per_token_logps=OLD)
+    named = {name: values[-1] for name, values in trainer._metrics["train"].items() if name != "entropy"}
+    found = our_metrics(our_options | {"ratio_level": level}, HALVES, old_logps=OLD)
+    mine = logged_metrics(Step(1, found), loss_type)
+    shown = {name for name in mine if name.startswith(("clip_ratio/", "cispo_", "vespo/"))}
+    if loss_type == "vespo":  # a mean over what is forwarded, so that the row without advantage is not in it
+        everything = our_metrics(our_options | {"ratio_level": level}, WHOLE, old_logps=OLD, every_row=True)
+        mine["vespo/phi_seq_mean"] = everything["vespo/phi_mean"]
+    assert shown == set(named)
+    assert {name: mine[name] for name in named} == pytest.approx(named, abs=1e-7)
+    assert not named or max(named.values()) > 0.1
 
 
 # TRL's option, ours, and the loss types that have it

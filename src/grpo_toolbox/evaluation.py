@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from grpo_toolbox.engines import Engine
-from grpo_toolbox.metrics import finite_metrics, pass_rate
+from grpo_toolbox.metrics import component_metrics, length_metrics, step_metrics
 from grpo_toolbox.rewards import ErrorBudget, Reward, Scoring, TrainerState
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.types import Prompt, Sampling
@@ -19,15 +20,27 @@ def evaluate(
     state: TrainerState | None = None,
     budget: ErrorBudget | None = None,
 ) -> dict[str, float]:
-    """Return `eval/reward`, `eval/pass@1` (share solved), mean length and truncated share over `prompts`.
+    """Return `eval/reward`, `eval/pass@1` (share solved), the reward's spread and components, lengths, and seconds.
 
-    A prompt that no reward applies to is left out of the first two, as in training; they are left out where none does.
+    A prompt that no reward applies to is left out of what is said of rewards, as in training; where none does, all of
+    that is left out.
     """
+    started = time.perf_counter()
     with Scoring(reward, 1, state, budget) as scoring:
         rollouts = rollout(engine, prompts, 1, sampling, on_group=scoring.add)  # in groups of one, a group is a row
         scores = scoring.scores()
-    rewards = finite_metrics({"eval/reward": scores.total.nanmean(), "eval/pass@1": pass_rate(scores)})
-    return rewards | {
-        "eval/completion_tokens": sum(one.written_tokens for one in rollouts) / len(rollouts),
-        "eval/clipped_ratio": sum(one.finish_reason == "length" for one in rollouts) / len(rollouts),
-    }
+    found = step_metrics(rollouts, scores)
+    named = {ours: found[name] for name, ours in NAMES.items() if name in found}
+    alike = component_metrics(scores) | length_metrics(rollouts)
+    named |= {f"eval/{name}": value for name, value in alike.items() if name not in NAMES}
+    return named | {"time/eval": time.perf_counter() - started}
+
+
+NAMES = {
+    "reward_mean": "eval/reward",
+    "reward_std": "eval/reward_std",
+    "pass_rate": "eval/pass@1",
+    "completion_tokens": "eval/completion_tokens",
+    "completions/clipped_ratio": "eval/clipped_ratio",
+}
+"""What is called otherwise than in training."""

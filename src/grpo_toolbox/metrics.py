@@ -32,7 +32,6 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
     """Return the metrics of one step that do not need the model; a mean over nothing is left out."""
     total = scores.total
     group_size = total.shape[1]
-    lengths = torch.tensor([one.written_tokens for one in rollouts], dtype=torch.float32)
     scored = total.isfinite().sum(dim=1)
     values = {
         "reward_mean": total.nanmean(),
@@ -40,13 +39,36 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
         "group_reward_std": torch.stack([_std(group) for group in total]).nanmean(),
         "frac_reward_zero_std": without_spread(total)[scored > 1].float().mean(),
         "pass_rate": pass_rate(scores),
-        "completion_tokens": lengths.mean(),
-        "completions/clipped_ratio": torch.tensor([one.finish_reason == "length" for one in rollouts]).float().mean(),
         "duplicate_rate": torch.tensor(_duplicate_rate(rollouts, group_size)),
     }
-    for index, name in enumerate(scores.names):
-        values[f"rewards/{name}/mean"] = scores.components[..., index].nanmean()
-    return finite_metrics(values) | dict(scores.metrics)
+    return finite_metrics(values) | length_metrics(rollouts) | component_metrics(scores) | dict(scores.metrics)
+
+
+def length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return what there is to say of lengths, in tokens that the model wrote; 0 for those that ended where none did."""
+    every = [one.written_tokens for one in rollouts]
+    ended = [one.written_tokens for one in rollouts if one.finish_reason == "stop"] or [0]
+    return {
+        "completion_tokens": sum(every) / len(every),
+        "completions/min_length": float(min(every)),
+        "completions/max_length": float(max(every)),
+        "completions/clipped_ratio": sum(one.finish_reason == "length" for one in rollouts) / len(rollouts),
+        "completions/mean_terminated_length": sum(ended) / len(ended),
+        "completions/min_terminated_length": float(min(ended)),
+        "completions/max_terminated_length": float(max(ended)),
+    }
+
+
+def component_metrics(scores: Scores) -> dict[str, float]:
+    """Return mean and spread of each component over all completions that it applies to; those of none are left out.
+
+    The spread is the standard deviation with n − 1, and 0 for a single number.
+    """
+    columns = {name: scores.components[..., index].flatten() for index, name in enumerate(scores.names)}
+    kept = {name: column[column.isfinite()] for name, column in columns.items()}
+    means = {f"rewards/{name}/mean": float(column.mean()) for name, column in kept.items() if len(column)}
+    spreads = {name: float(_std(column)) if len(column) > 1 else 0.0 for name, column in kept.items() if len(column)}
+    return means | {f"rewards/{name}/std": spread for name, spread in spreads.items()}
 
 
 def _std(values: Tensor) -> Tensor:

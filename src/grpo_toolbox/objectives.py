@@ -25,7 +25,8 @@ from grpo_toolbox.surrogates import OBJECTIVES, clipped, reinforce
 
 __all__ = ["OBJECTIVES", "Objective", "build_objective", "clipped", "loss_and_terms", "reinforce"]
 
-Surrogate = Callable[..., tuple[Tensor, Tensor]]
+Surrogate = Callable[..., tuple[Any, ...]]
+"""Returns the loss per token and where it is clipped (B, T), and maybe further terms for the log, by name."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def loss_and_terms(
     trained: Tensor | None = None,
     anchored: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of these rows (a scalar) and detached per-token terms `(B, T)` for the log.
+    """Return the loss of these rows (a scalar) and detached terms for the log, per token (B, T) or per row (B,).
 
     Losses of micro-batches add up to the loss of the whole step, because `denominators` belong to the step.
     `old_logps=None` means on-policy: π_old = π, the ratio is 1 and only its gradient counts. `advantages` (B, 1|T).
@@ -210,8 +211,9 @@ def loss_and_terms(
     old = logps.detach() if old_logps is None else masked(old_logps, mask)
     advantages = masked(advantages.expand_as(logps), mask)
     level = RATIO_LEVELS[objective.ratio_level](logps, old, mask)
-    per_token, is_clipped = call_surrogate(objective, logps, old, level, advantages, mask)
+    per_token, is_clipped, *more = call_surrogate(objective, logps, old, level, advantages, mask)
     terms: dict[str, Tensor] = {"clip_fraction": is_clipped, "ratio": level.exp()}
+    terms |= more[0] if more else {}
     for name, weights in _weights(objective, logps, old, sampler_logps, advantages, mask, trained).items():
         per_token = per_token * weights
         terms[name] = weights
@@ -227,13 +229,14 @@ def loss_and_terms(
         if entropy is None:
             raise ConfigError(f"objective.entropy_coef={objective.entropy_coef} needs the policy's entropy.")
         kept = mask if trained is None else mask & trained
-        loss = loss - objective.entropy_coef * token_mean(masked(entropy, kept), mask, denominators)
+        bonus = terms["entropy_bonus"] = objective.entropy_coef * masked(entropy, kept)
+        loss = loss - token_mean(bonus, mask, denominators)
     return loss, {name: value.detach() for name, value in terms.items()}
 
 
 def call_surrogate(
     objective: Objective, logps: Tensor, old: Tensor, level: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Call the surrogate with π_old chosen such that log π − log π_old is the log-ratio of the level."""
     takes_mask = "mask" in inspect.signature(objective.surrogate).parameters
     at_level = old if objective.ratio_level == "token" else logps - level

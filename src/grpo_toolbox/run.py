@@ -261,10 +261,10 @@ class Run:
             if "sampler/logp_gap_mean" in metrics:
                 names = ("logp_gap_mean", "logp_gap_max", "ess")
                 self.correction_control.observe(*(metrics[f"sampler/{name}"] for name in names))
-        if self.entropy_control:
+        if self.entropy_control or used.entropy_coef:
             shown["entropy_coef"] = used.entropy_coef
-            if "entropy" in metrics:
-                self.entropy_control.observe(metrics["entropy"])
+        if self.entropy_control and "entropy" in metrics:
+            self.entropy_control.observe(metrics["entropy"])
         if self.kl_control:
             shown["beta"] = used.beta
             if "kl" in metrics:

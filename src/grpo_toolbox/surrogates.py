@@ -1,17 +1,17 @@
 """Surrogates: what stands for −A·log π in the loss, as pure functions on `(B, T)` tensors.
 
-    (logps, old_logps, advantages, *, mask?, options…) -> (per-token loss, where it is clipped)
+    (logps, old_logps, advantages, *, mask?, options…) -> (per-token loss, where it is clipped[, terms for the log])
 
 `old_logps` already carries the ratio level (`objectives.call_surrogate`), so each function reads as if ratios were per
 token. A function that needs to know which tokens are real names `mask`. Options are keyword arguments. Clipped means:
-the gradient of that token is exactly 0, or its weight was capped.
+the gradient of that token is exactly 0, or its weight was capped. Terms are per token (B, T) or row (B,), by name.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def vespo(
     lambda_pos: float = 3.0,
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return −φ(w)·A·log π with φ(w) = wᵏ·exp(λ(1−w)) held constant and w the row's product of ratios (VESPO, 2026).
 
     (k, λ) are the `pos` pair where A ≥ 0, else the `neg` pair; φ(1) = 1. log w is kept in [log 1e-8, 20].
@@ -128,7 +128,8 @@ def vespo(
     k = _by_sign(advantages >= 0, k_pos, k_neg, logps)
     lam = _by_sign(advantages >= 0, lambda_pos, lambda_neg, logps).clamp(min=1e-4)
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
-    return -phi * advantages * logps, torch.zeros_like(logps, dtype=torch.bool)
+    unclipped = torch.zeros_like(logps, dtype=torch.bool)
+    return -phi * advantages * logps, unclipped, {"vespo/phi_mean": phi[:, 0]}
 
 
 def dppo(
@@ -172,7 +173,7 @@ def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_tensor(yes), like.new_tensor(no))
 
 
-OBJECTIVES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+OBJECTIVES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "clipped": clipped,
     "reinforce": reinforce,
     "cispo": cispo,

@@ -6,8 +6,7 @@ loss of the step however it is split; nothing reaches the optimizer before loss 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +18,7 @@ from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, prom
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
 from grpo_toolbox.gradients import in_place, lay_out
+from grpo_toolbox.meter import Meter
 from grpo_toolbox.mismatch import MismatchMeter
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
@@ -57,12 +57,13 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
-    meter = Meter()
+    meter = Meter(of_completions=objective.ratio_level != "token")
     shown = {} if bool(batch.mask[rows].any()) else _sampler_metrics(run, rollouts, number)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
     run.policy.train()
     for epoch in range(epochs):
+        meter.begin_pass()
         balance.count(micros, partial(_hidden, run))
         large = run.device.type == "cpu" and sum(one.nbytes for one in parameters) >= _WORTH_HANDING_BACK
         if large:
@@ -89,7 +90,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
             loss = loss + balance.loss()
             with in_place():
                 loss.backward()
-            meter.add(loss, terms | {"entropy": entropy.detach()}, micro.mask)
+            meter.add(loss, terms | {"entropy": entropy.detach()}, micro.advantages, micro.mask)
             if epoch == 0:
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
                 meter.mismatch.add(logps.detach(), micro.sampler_logps, micro.mask, _ages(micro, number))
@@ -97,7 +98,16 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
         meter.grad_norm = _step(run, parameters, meter, number)
     tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)
     trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens)}
-    return shown | meter.metrics(epochs) | balance.metrics(epochs) | trained | {"lr": lr}
+    found = meter.metrics(float(batch.mask.sum()), len(batch)) | balance.metrics(epochs)
+    return shown | _with_policy_loss(run, found) | trained | {"lr": lr}
+
+
+def _with_policy_loss(run: Run, found: dict[str, float]) -> dict[str, float]:
+    """Add the loss without the entropy's bonus and the router's loss, where there is a bonus."""
+    bonus = found.pop("entropy_bonus", 0.0)
+    if not run.objective.entropy_coef and run.objective.entropy_target is None:
+        return found
+    return found | {"policy_loss": found["loss"] + bonus - run.settings.router_aux_coef * found.get("aux_loss", 0.0)}
 
 
 def _sampler_metrics(run: Run, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
@@ -257,30 +267,3 @@ def _what_is_left(run: Run, number: int) -> str:
     if newest is None:
         return f"{moved}, and there is no checkpoint to go back to (trainer.save_every=N saves every N steps)"
     return f"{moved}, so the newest checkpoint, that of step {finished_step(newest)}, is the one to go back to"
-
-
-class Meter:
-    """Sums over the tokens of a step, whatever the split into micro-batches."""
-
-    def __init__(self) -> None:
-        self._loss = 0.0
-        self._sums: dict[str, float] = defaultdict(float)
-        self._tokens = 0.0
-        self.mismatch = MismatchMeter()
-        self.grad_norm = 0.0
-
-    def add(self, loss: Tensor, terms: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Count one micro-batch: its share of the loss, and per-token terms (B, T)."""
-        self._loss += float(loss.detach())
-        self._tokens += float(mask.sum())
-        for name, values in terms.items():
-            self._sums[name] += float(values[mask].sum())
-
-    def is_finite(self) -> bool:
-        """Whether the loss so far is a number."""
-        return abs(self._loss) < float("inf")
-
-    def metrics(self, epochs: int) -> dict[str, float]:
-        """Return token means of the terms, the loss per epoch, and the mismatch with the sampler."""
-        means = {name: value / self._tokens for name, value in self._sums.items()} if self._tokens else {}
-        return means | self.mismatch.metrics() | {"loss": self._loss / epochs, "grad_norm": self.grad_norm}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_toolbox.api.metrics import logged_metrics
+from grpo_toolbox.api.metrics import evaluation_metrics, logged_metrics
 from grpo_toolbox.callbacks import Callback, Due
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.run import Run
@@ -95,7 +95,7 @@ class Events(Callback):
         self.fire("on_step_begin")
 
     def on_update(self, step: Step, due: Due) -> None:
-        metrics = logged_metrics(step)
+        metrics = logged_metrics(step, getattr(self.args, "loss_type", None))
         self.tokens += metrics.pop("num_tokens")
         self._window.append({**metrics, "num_tokens": self.tokens})
         self._losses.append(step.metrics.get("loss", math.nan))
@@ -109,9 +109,10 @@ class Events(Callback):
     def on_step(self, step: Step) -> None:
         if self.control.should_log and self._window:
             self._log_window()
-        evaluated = {name: value for name, value in step.metrics.items() if name.startswith("eval/")}
+        evaluated = {name: step.metrics[name] for name in step.metrics if name.startswith(("eval/", "time/eval"))}
         if evaluated:
-            self.evaluated(logged_metrics(Step(step.number, evaluated)))
+            assert self._run is not None
+            self.evaluated(evaluated, len(self._run.eval_prompts))
         if step.number:
             self._due.save = self._due.save or self.control.should_save
             self._due.stop = self.control.should_training_stop or self.control.should_epoch_stop
@@ -135,14 +136,17 @@ class Events(Callback):
             "train_steps_per_second": done / seconds,
             "train_samples_per_second": done / self._passes * self._samples() / seconds,
             "train_loss": sum(losses) / len(losses) if losses else 0.0,
+            "total_flos": self.state.total_flos,
         }
         self.log(self.summary)
         self.fire("on_train_end")
 
     # ----
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Log an evaluation, remember the best one, and tell the callbacks."""
+    def evaluated(self, found: Mapping[str, float], prompts: int, prefix: str = "eval") -> dict[str, float]:
+        """Log an evaluation in TRL's words, remember the best one, tell the callbacks, and return it."""
+        size = self.args.per_device_eval_batch_size
+        metrics = evaluation_metrics(found, prompts=prompts, batch=size, tokens=self.tokens, prefix=prefix)
         self.log(metrics)
         self.control.should_evaluate = False
         self.fire("on_evaluate", metrics=dict(metrics))
@@ -151,6 +155,7 @@ class Events(Callback):
         best, more_is_better = self.state.best_metric, self.args.greater_is_better is not False
         if value is not None and (best is None or (value > best if more_is_better else value < best)):
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        return metrics
 
     def _log_window(self) -> None:
         names = dict.fromkeys(name for metrics in self._window for name in metrics)

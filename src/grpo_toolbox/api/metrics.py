@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping
 
+from grpo_toolbox.api.translate_rl import CLIPPED
 from grpo_toolbox.config.fields import METRIC_MAP
-from grpo_toolbox.types import Rollout, Scores, Step
+from grpo_toolbox.types import Step
+
+_CLIP = "clip_ratio/"
 
 
-def logged_metrics(step: Step) -> dict[str, float]:
+def logged_metrics(step: Step, loss_type: str | None) -> dict[str, float]:
     """Return the metrics of a step under TRL's names; those that TRL does not have keep ours.
 
-    `num_tokens` are the prompt and completion tokens of this step; TRL's number is their sum over the run.
+    What is said of the clip depends on the loss, as it does in TRL; None is RLOO's. `num_tokens` are the prompt and
+    completion tokens of this step; TRL's number is their sum over the run.
     """
-    metrics = {METRIC_MAP.get(name, name.replace("eval/", "eval_")): value for name, value in step.metrics.items()}
-    if not step.rollouts or step.scores is None:
-        return metrics
-    return metrics | _lengths(step.rollouts) | _spreads(step.scores)
+    found = {METRIC_MAP.get(name, name): value for name, value in step.metrics.items()}
+    if step.rollouts:
+        found["num_tokens"] = float(sum(one.written_tokens + len(one.prompt.ids) for one in step.rollouts))
+    return found if loss_type in (*CLIPPED, None) else _with_own_clip(found, loss_type)
 
 
-def _lengths(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What TRL says of lengths, in tokens that the model wrote; 0 for those that ended where none did."""
-    every = [one.written_tokens for one in rollouts]
-    ended = [one.written_tokens for one in rollouts if one.finish_reason == "stop"] or [0]
-    return {
-        "num_tokens": float(sum(every) + sum(len(one.prompt.ids) for one in rollouts)),
-        "completions/min_length": float(min(every)),
-        "completions/max_length": float(max(every)),
-        "completions/mean_terminated_length": sum(ended) / len(ended),
-        "completions/min_terminated_length": float(min(ended)),
-        "completions/max_terminated_length": float(max(ended)),
-    }
+def evaluation_metrics(
+    metrics: Mapping[str, float], *, prompts: int, batch: int, tokens: float, prefix: str = "eval"
+) -> dict[str, float]:
+    """Return what an evaluation of `prompts` said under TRL's names; `batch` is what TRL takes for one of its steps.
+
+    `tokens` are those that training has seen, in TRL's log, too. Without a loss of its own: completions are scored.
+    """
+    found = {METRIC_MAP.get(name, name.replace("eval/", "eval_")): value for name, value in metrics.items()}
+    seconds = found["eval_runtime"]
+    found["eval_samples_per_second"] = prompts / seconds
+    found["eval_steps_per_second"] = math.ceil(prompts / batch) / seconds
+    found["eval_num_tokens"] = tokens
+    return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
 
 
-def _spreads(scores: Scores) -> dict[str, float]:
-    """The standard deviation of each reward function over the batch, with n − 1; 0 for a single number, as in TRL."""
-    columns: dict[str, Any] = {name: scores.components[..., index].flatten() for index, name in enumerate(scores.names)}
-    kept = {name: column[column.isfinite()].double() for name, column in columns.items()}
-    return {
-        f"rewards/{name}/std": float(column.std()) if len(column) > 1 else 0.0
-        for name, column in kept.items()
-        if len(column)
-    }
+def _with_own_clip(found: Mapping[str, float], loss_type: str | None) -> dict[str, float]:
+    """Leave out the clip of the ratio, which the loss does not have; CISPO caps weights above."""
+    kept = {name: value for name, value in found.items() if not name.startswith(_CLIP)}
+    capped = found.get(f"{_CLIP}high_mean")
+    return kept if loss_type != "cispo" or capped is None else kept | {"cispo_clip_ratio": capped}

@@ -22,7 +22,6 @@ from grpo_toolbox.api.given import (
     rows_of,
     size_of,
 )
-from grpo_toolbox.api.metrics import logged_metrics
 from grpo_toolbox.api.optimizers import Schedule, given_optimizer
 from grpo_toolbox.api.translate import translate
 from grpo_toolbox.api.translate_model import four_bit_keys
@@ -38,7 +37,7 @@ from grpo_toolbox.models.load import save_pretrained
 from grpo_toolbox.rewards import TrainerState as RewardState
 from grpo_toolbox.run import Run
 from grpo_toolbox.trainer import restore, train
-from grpo_toolbox.types import RunInfo, Step
+from grpo_toolbox.types import RunInfo
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +218,8 @@ class GRPOTrainer:
     ) -> dict[str, float]:
         """Evaluate the policy as it is now on one completion per prompt; several data sets by name in a dict.
 
-        Returns `eval_reward`, `eval_pass@1`, `eval_completions/mean_length`, `eval_completions/clipped_ratio`, and logs
-        them.
+        Returns and logs `eval_reward`, `eval_reward_std`, `eval_pass@1`, `eval_rewards/<name>/mean`, lengths and times;
+        no loss is computed, so there is no `eval_loss`.
         """
         if isinstance(eval_dataset, Mapping):
             parts = [
@@ -237,12 +236,8 @@ class GRPOTrainer:
             raise ConfigError("evaluate() has no data: pass eval_dataset here or to the trainer.")
         settled = run.reward.settled(run.info.max_steps)
         state = RewardState(run.finished + 1, run.info.max_steps, evaluating=True)
-        found = logged_metrics(
-            Step(run.finished, evaluate(run.engine, settled, prompts, run.eval_sampling, state, run.error_budget))
-        )
-        metrics = {f"{metric_key_prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
-        self._events.evaluated(metrics)
-        return metrics
+        found = evaluate(run.engine, settled, prompts, run.eval_sampling, state, run.error_budget)
+        return self._events.evaluated(found, len(prompts), metric_key_prefix)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and show it to the callbacks."""

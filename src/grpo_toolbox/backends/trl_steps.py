@@ -24,7 +24,8 @@ from grpo_toolbox.trainer import begin, evaluate_when_due, finish, refresh_refer
 from grpo_toolbox.types import Prompt, Rollout, Step
 
 FROM_TRL = {ours: theirs for ours, theirs in METRIC_MAP.items() if not ours.startswith(("eval/", "time/"))}
-FROM_TRL |= {"aux_loss": "aux_loss"}
+CISPO_CLIP = "cispo_clip_ratio"
+"""TRL's name of what CISPO caps, which is all that it says of CISPO's clip."""
 
 
 class Generation:
@@ -207,6 +208,8 @@ def trl_metrics(logs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         values = [one[theirs] for one in logs if one.get(theirs) is not None]
         if values:
             found[ours] = values[-1] if ours == "grad_norm" else sum(values) / len(values)
+    if CISPO_CLIP in logs[-1]:
+        found["clip_fraction/high"] = sum(one[CISPO_CLIP] for one in logs) / len(logs)
     return found
 
 

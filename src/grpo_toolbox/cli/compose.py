@@ -64,11 +64,12 @@ def run_jobs(args: argparse.Namespace, task: Callable[[Any], None]) -> None:
             own = _own_config(overrides)
             if own is not None:
                 store.store(group="experiment", name=RESUMED, node=own, package="_global_", provider="grpo_toolbox")
-                overrides += [f"experiment={RESUMED}", *(f"~{group}" for group in OPEN_GROUPS)]
+                sweeps = [[*overrides, f"experiment={RESUMED}", *(f"~{group}" for group in OPEN_GROUPS)]]
             else:
-                overrides = _with_method(overrides)
-            with _process_state(_command_line(args, overrides, scratch)):
-                hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
+                sweeps = _with_method(overrides, args.multirun)
+            for words in sweeps:
+                with _process_state(_command_line(args, words, scratch)):
+                    hydra.main(version_base="1.3", config_path="pkg://grpo_toolbox.conf", config_name="train")(task)()
         except Exception as error:  # Hydra's, OmegaConf's, YAML's
             raise explain(error) from error
 
@@ -88,11 +89,22 @@ def readable(override: str) -> str:
     return override
 
 
-def _with_method(overrides: list[str]) -> list[str]:
-    """Have `trainer.algorithm=rloo` alone mean the method, too: an experiment's own is not what TRL's RLOO can do."""
-    if "trainer.algorithm=rloo" in overrides and not keys(overrides) & {"method", "advantage", "objective"}:
-        return [*overrides, "method=rloo"]
-    return overrides
+def _with_method(overrides: list[str], sweeps: bool) -> list[list[str]]:
+    """Have `trainer.algorithm=rloo` alone mean the method, too: an experiment's own is not what TRL's RLOO can do.
+
+    A sweep over algorithms becomes two, that of RLOO with its method and that of the others.
+    """
+    chosen = next((one for one in overrides if one.startswith("trainer.algorithm=")), "")
+    algorithms = chosen.partition("=")[2].split(",") if sweeps else [chosen.partition("=")[2]]
+    if "rloo" not in algorithms or keys(overrides) & {"method", "advantage", "objective"}:
+        return [overrides]
+    others = ",".join(one for one in algorithms if one != "rloo")
+    parts = ["rloo", others] if algorithms[0] == "rloo" else [others, "rloo"]
+    return [
+        [*(f"trainer.algorithm={part}" if one == chosen else one for one in overrides)]
+        + (["method=rloo"] if part == "rloo" else [])
+        for part in filter(None, parts)
+    ]
 
 
 def _check_sweep(overrides: Sequence[str]) -> None:

@@ -24,12 +24,18 @@ METRIC_MAP: Mapping[str, str] = {
     "reward_std": "reward_std",
     "frac_reward_zero_std": "frac_reward_zero_std",
     "completion_tokens": "completions/mean_length",
-    "completions/clipped_ratio": "completions/clipped_ratio",
     "entropy": "entropy",
     "entropy_coef": "entropy_coef",
     "kl": "kl",
     "clip_fraction": "clip_ratio/region_mean",
+    "clip_fraction/low": "clip_ratio/low_mean",
+    "clip_fraction/high": "clip_ratio/high_mean",
+    "clip_fraction/low_min": "clip_ratio/low_min",
+    "clip_fraction/high_max": "clip_ratio/high_max",
+    "vespo/phi_mean": "vespo/phi_seq_mean",
     "loss": "loss",
+    "policy_loss": "policy_loss",
+    "aux_loss": "aux_loss",
     "grad_norm": "grad_norm",
     "lr": "learning_rate",
     "sampler/logp_gap_mean": "sampling/sampling_logp_difference/mean",
@@ -41,8 +47,27 @@ METRIC_MAP: Mapping[str, str] = {
     "eval/reward": "eval_reward",
     "eval/completion_tokens": "eval_completions/mean_length",
     "eval/clipped_ratio": "eval_completions/clipped_ratio",
+    "time/eval": "eval_runtime",
 }
-"""Our names of metrics -> TRL's; `rewards/<name>/mean` and what rewards log is called alike."""
+"""Our names of metrics -> TRL's; lengths, components of the reward and what rewards log are called alike."""
+
+METRIC_NOTES: Mapping[str, str] = {
+    "frac_reward_zero_std": "of groups; TRL's is of the whole batch, 0 or 1, with scale_rewards='batch' and GDPO",
+    "entropy": "over the tokens that are forwarded; TRL forwards rows without advantage, too",
+    "entropy_coef": "the one that the step was trained with; TRL's, where it adapts, is that of the next step",
+    "clip_fraction": "over the step; TRL's is a mean over micro-batches. With delta it counts what is above it, too",
+    "clip_fraction/high": "cispo_clip_ratio with loss_type='cispo'; none of these with sapo and vespo",
+    "clip_fraction/low_min": "over the step's completions; TRL's is a mean of the minima of micro-batches",
+    "clip_fraction/high_max": "over the step's completions; TRL's is a mean of the maxima of micro-batches",
+    "vespo/phi_mean": "over the completions that are forwarded",
+    "sampler/logp_gap_mean": "with every engine; TRL's with vLLM and its correction alone, as all of sampling/",
+    "sampler/ratio_min": "of tokens, before the correction bounds it",
+    "sampler/ratio_mean": "of tokens, before the correction bounds it",
+    "sampler/ratio_max": "of tokens, before the correction bounds it",
+    "time/step": "with the optimizer's move; TRL's is without",
+    "eval/reward": "one completion per prompt; no loss, entropy or clip is computed in an evaluation",
+}
+"""Where a number is not TRL's to the last digit, and why."""
 
 
 def fields_of(algorithm: str) -> dict[str, Field]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +58,19 @@ def check_surrogate(objective: Objective) -> None:
     with _probing("objective"):
         advantages, mask = torch.tensor([[1.0], [-1.0]]).expand_as(logps), torch.ones_like(logps, dtype=torch.bool)
         result = call_surrogate(objective, logps, logps.detach(), torch.zeros_like(logps), advantages, mask)
-    if not isinstance(result, tuple) or [getattr(part, "shape", None) for part in result] != [logps.shape] * 2:
+    first = result[:2] if isinstance(result, tuple) else ()
+    if [getattr(part, "shape", None) for part in first] != [logps.shape] * 2 or not _are_terms(result[2:]):
         raise ConfigError(
             "the objective function must return two tensors of the shape (B, T) of logps: the loss per token, and "
-            "where it is clipped (torch.zeros_like(logps, dtype=torch.bool) where nothing is)."
+            "where it is clipped (torch.zeros_like(logps, dtype=torch.bool) where nothing is); and, where it likes, a "
+            "dict of tensors (B, T) or (B,) for the log."
         )
+
+
+def _are_terms(more: tuple[Any, ...]) -> bool:
+    """Whether what a surrogate returned behind the loss is nothing, or one dict of terms per token or row."""
+    shapes = [getattr(term, "shape", None) for one in more if isinstance(one, dict) for term in one.values()]
+    return all(isinstance(one, dict) for one in more) and len(more) < 2 and all(one in ((2, 3), (2,)) for one in shapes)
 
 
 @contextmanager
