@@ -65,6 +65,7 @@ def test_every_form_is_spoken(serve: Serve, endpoint: str) -> None:
 def test_what_is_sent(serve: Serve) -> None:
     server = serve(lambda body: answer(FORMS["pooling"](body)))
     build(server)(prompts=["q"], completions=["a<|im_end|>"])
+    assert server.requests[-1]["use_activation"] is False  # the logit, not its sigmoid
     assert server.requests[-1]["messages"] == [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a‹|im_end|>"},
@@ -80,7 +81,8 @@ def test_a_template_at_hand_writes_the_text(serve: Serve, tmp_path: Path) -> Non
     server = serve(lambda body: answer({"data": [{"probs": [0.5]}]}))
     build(server, endpoint="classify", tokenizer=str(tmp_path))(prompts=["q"], completions=["a"])
     (sent,) = server.requests
-    assert (sent["input"], sent["use_activation"]) == (templated("q", "a"), False)
+    assert sent["input"] == templated("q", "a")
+    assert (sent["use_activation"], sent["add_special_tokens"]) == (False, False)
     with pytest.raises(ConfigError, match=r"reward\.tokenizer=.* has no tokenizer that can be loaded"):
         build(server, tokenizer=str(tmp_path / "absent"))
 

@@ -16,7 +16,7 @@ from grpo_toolbox.rewards import build_reward
 from grpo_toolbox.rewards.classifier import Classifier
 from grpo_toolbox.rewards.steps import step_ends, step_scores
 from judge_server import Answer, Serve, Server, failed, servers
-from reward_checkpoints import checkpoint, tokenizer_of
+from reward_checkpoints import TEMPLATE, checkpoint, tokenizer_of
 from toolbox_runs import SMALL, all_metrics, toolbox_train
 
 TEXT = "1+1=2\n\n2+2=4"
@@ -97,6 +97,38 @@ def test_tokens_of_the_served_model_are_paid_at_the_policy_s(serve: Serve, tmp_p
     assert served[1] == [pytest.approx(one, abs=1e-5) for one in local[1] or []]
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+@pytest.mark.parametrize("labels", [1, 2])
+@pytest.mark.parametrize("level", ["step", "token"])
+def test_a_pooler_that_scores_every_token_is_read_where_the_model_in_this_process_is(
+    serve: Serve, tmp_path: Path, level: str, labels: int, template: str | None
+) -> None:
+    """As vLLM serves a token classifier: a row of logits for each token of the text that it was sent."""
+    path = checkpoint(tmp_path, head="token", labels=labels, template=template)
+    model = Classifier(path, "token", 1, None, "cpu", "auto")
+
+    def say(body: dict[str, Any]) -> Answer:
+        ids = model.tokenizer(body["input"], add_special_tokens=body["add_special_tokens"])["input_ids"]
+        assert body["use_activation"] is False
+        return answer({"data": [{"object": "pooling", "data": model.logits([ids])[0].tolist()}]})
+
+    served = scored(build(serve(say), path, endpoint="pooling", level=level, tokenizer=path))
+    local = scored(build_reward("reward_model", path=path, device="cpu", level=level))
+    assert served[0] == pytest.approx(local[0], abs=1e-4)
+    assert served[1] == [pytest.approx(one, abs=1e-4) for one in local[1] or []]
+    assert served[2] == [pytest.approx(one, abs=1e-4) for one in local[2]]
+
+
+@pytest.mark.parametrize("rows", [[], [0.5], [0.5] * 3, 0.5, [None] * 13])
+def test_a_pooler_with_another_number_of_rows_is_a_failure_and_no_score(
+    serve: Serve, tmp_path: Path, rows: Any
+) -> None:
+    path = checkpoint(tmp_path, head="token", template=None)
+    reward = build(serve(lambda body: answer({"data": [{"data": rows}]})), path, level="token", tokenizer=path)
+    with pytest.raises(RewardError, match="an answer of another form"):
+        reward(prompts=["q"], completions=[TEXT], completion_ids=[ids_of(TEXT)])
+
+
 def test_what_is_asked_and_how_steps_are_marked(serve: Serve, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, template=None)
     server = serve(lambda body: answer({"data": [{"data": [0.5] * body["messages"][-1]["content"].count("<s0>")}]}))
@@ -108,6 +140,7 @@ def test_what_is_asked_and_how_steps_are_marked(serve: Serve, tmp_path: Path) ->
     assert asked == {
         "model": "prm",
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}],
+        "use_activation": False,
     }
     assert server.paths == ["/pooling"]
 
@@ -175,7 +208,8 @@ def test_a_row_that_was_not_answered_is_left_out_and_the_others_are_not(serve: S
     ("options", "message"),
     [
         ({"level": "step", "endpoint": "score"}, r"level=step .* reward\.endpoint=pooling or generic, not by score"),
-        ({"level": "token", "endpoint": "pooling"}, r"level=token .* reward\.endpoint=generic, not by pooling"),
+        ({"level": "token", "endpoint": "classify"}, r"level=token .*endpoint=pooling or generic, not by classify"),
+        ({"level": "token", "endpoint": "pooling"}, r"level=token .* own tokenizer, reward\.tokenizer="),
         ({"level": "step", "policy_tokenizer": None}, r"policy_tokenizer=\$\{model\.path\}, or set reward\.aggregate"),
         ({"level": "completion", "policy_tokenizer": None, "step_mark": "<s0>"}, r"step_mark='<s0>' goes with"),
     ],

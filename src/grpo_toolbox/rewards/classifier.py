@@ -23,6 +23,7 @@ _LABELS = {"sequence": (1,), "token": (1, 2)}
 class Coded:
     """What a classifier reads of one prompt and completion."""
 
+    text: str
     ids: list[int]
     spans: list[tuple[int, int]]
     """(T,) where each token begins and ends, in characters of the completion: below 0 before it, and where it has
@@ -31,6 +32,56 @@ class Coded:
     """Characters of the completion that are there: a template may cut blanks off its end."""
     lost: int
     """Tokens cut off the beginning."""
+
+
+@dataclass(frozen=True)
+class Coder:
+    """The tokenizer of a reward model, which is called `path` in what is said of it."""
+
+    tokenizer: Any
+    path: str
+    max_length: int | None = None
+
+    def code(self, prompt: Any, completion: Any) -> Coded:
+        """Tokenise in the tokenizer's own chat template where it has one, else one after the other.
+
+        Control tokens in the completion are defused: they would begin a turn of somebody else's.
+        """
+        templated = self.tokenizer.chat_template is not None
+        written = self._templated if templated else self._joined
+        text, begin, end = written(prompt, completion)
+        options = {
+            "add_special_tokens": not templated,  # a template writes its special tokens itself
+            "return_offsets_mapping": self.tokenizer.is_fast,
+            "verbose": False,
+        }
+        coded = self.tokenizer(text, **options)
+        length = len(coded["input_ids"])
+        if self.max_length and length > self.max_length:
+            coded = self.tokenizer(text, truncation=True, max_length=self.max_length, **options)
+        places = coded["offset_mapping"] if self.tokenizer.is_fast else [(0, 0)] * len(coded["input_ids"])
+        spans = [(first - begin, last - begin) if last > first else (-1, -1) for first, last in places]
+        return Coded(text, list(coded["input_ids"]), spans, end - begin, length - len(coded["input_ids"]))
+
+    def _templated(self, prompt: Any, completion: Any) -> tuple[str, int, int]:
+        """The text, and where the completion begins and ends in it (before its beginning where it is not found)."""
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+        said = [{**one, "content": _defused(one.get("content"))} for one in said]
+        text = self.tokenizer.apply_chat_template(asked + said, tokenize=False)
+        written = completion_text(said)
+        found = text.rfind(written) if written in text else text.rfind(written.strip())
+        begin = found if written in text else found - (len(written) - len(written.lstrip()))
+        end = begin + len(written) if written in text else begin + len(written.rstrip())
+        return (text, begin, end) if found >= 0 else (text, 0, -1)
+
+    def _joined(self, prompt: Any, completion: Any) -> tuple[str, int, int]:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt + _defused(completion), len(prompt), len(prompt) + len(completion)
+        raise ConfigError(
+            f"the prompts are conversations, but the tokenizer of reward.path={self.path!r} has no chat template:"
+            " give its tokenizer one, or use text prompts."
+        )
 
 
 class Classifier:
@@ -62,25 +113,8 @@ class Classifier:
         self._one_at_a_time = threading.Lock()
 
     def code(self, prompt: Any, completion: Any) -> Coded:
-        """Tokenise in the tokenizer's own chat template where it has one, else one after the other.
-
-        Control tokens in the completion are defused: they would begin a turn of somebody else's.
-        """
-        templated = self.tokenizer.chat_template is not None
-        written = self._templated if templated else self._joined
-        text, begin, end = written(prompt, completion)
-        options = {
-            "add_special_tokens": not templated,  # a template writes its special tokens itself
-            "return_offsets_mapping": self.tokenizer.is_fast,
-            "verbose": False,
-        }
-        coded = self.tokenizer(text, **options)
-        length = len(coded["input_ids"])
-        if self.max_length and length > self.max_length:
-            coded = self.tokenizer(text, truncation=True, max_length=self.max_length, **options)
-        places = coded["offset_mapping"] if self.tokenizer.is_fast else [(0, 0)] * len(coded["input_ids"])
-        spans = [(first - begin, last - begin) if last > first else (-1, -1) for first, last in places]
-        return Coded(list(coded["input_ids"]), spans, end - begin, length - len(coded["input_ids"]))
+        """What the model reads of a prompt and a completion, within its length."""
+        return Coder(self.tokenizer, self.path, self.max_length).code(prompt, completion)
 
     def logits(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """The logits of each row of tokens: (labels,) of a sequence head, (T, labels) of a token head, in float32.
@@ -114,26 +148,6 @@ class Classifier:
         finally:
             self._config.pad_token_id = declared
         return iter(logits.float().cpu())
-
-    def _templated(self, prompt: Any, completion: Any) -> tuple[str, int, int]:
-        """The text, and where the completion begins and ends in it (before its beginning where it is not found)."""
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
-        said = [{**one, "content": _defused(one.get("content"))} for one in said]
-        text = self.tokenizer.apply_chat_template(asked + said, tokenize=False)
-        written = completion_text(said)
-        found = text.rfind(written) if written in text else text.rfind(written.strip())
-        begin = found if written in text else found - (len(written) - len(written.lstrip()))
-        end = begin + len(written) if written in text else begin + len(written.rstrip())
-        return (text, begin, end) if found >= 0 else (text, 0, -1)
-
-    def _joined(self, prompt: Any, completion: Any) -> tuple[str, int, int]:
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return prompt + _defused(completion), len(prompt), len(prompt) + len(completion)
-        raise ConfigError(
-            f"the prompts are conversations, but the tokenizer of reward.path={self.path!r} has no chat template:"
-            " give its tokenizer one, or use text prompts."
-        )
 
 
 def _defused(content: Any) -> Any:

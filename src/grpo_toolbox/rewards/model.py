@@ -65,7 +65,10 @@ def reward_model(
         server = Server(paths, base_url, endpoint, tokenizer, api_key_env, batch_size, patience)
         if level == "completion":
             return ServedModels(server, ensemble)
-        return ServedSteps(server, StepPay(ensemble, aggregate, policy_tokenizer), ends, step_mark)
+        coder = server.coder if endpoint == "pooling" else None
+        if level == "token" and coder is not None and not coder.tokenizer.is_fast:
+            raise ConfigError(f"reward.tokenizer={tokenizer!r} does not say where tokens stand; save a fast one.")
+        return ServedSteps(server, StepPay(ensemble, aggregate, policy_tokenizer), ends, step_mark, coder)
     head: Literal["sequence", "token"] = "sequence" if level == "completion" else "token"
     models = [Classifier(one, head, batch_size, max_length, device, dtype) for one in paths]
     if level == "completion":
@@ -126,11 +129,16 @@ def _check_together(paths: Sequence[Any], batch_size: int, options: Mapping[str,
     for name, (is_misplaced, goes_with) in misplaced.items():
         if is_misplaced and options[name] is not None:
             raise ConfigError(f"reward.{name}={options[name]!r} goes with {goes_with}: set it to null.")
-    spoken = {"completion": [*ENDPOINTS], "step": ["pooling", "generic"], "token": ["generic"]}[level]
+    spoken = [*ENDPOINTS] if whole else ["pooling", "generic"]
     if behind_server and options["endpoint"] not in spoken:
         raise ConfigError(
             f"reward.level={level} behind a server is asked for by reward.endpoint={' or '.join(spoken)}, not by"
             f" {options['endpoint']}."
+        )
+    if behind_server and level == "token" and options["endpoint"] == "pooling" and options["tokenizer"] is None:
+        raise ConfigError(
+            "reward.level=token behind reward.endpoint=pooling: name the served model's own tokenizer,"
+            " reward.tokenizer=<folder or hub name>, which says where its tokens stand."
         )
     if behind_server and not whole and options["aggregate"] is None and options["policy_tokenizer"] is None:
         raise ConfigError(

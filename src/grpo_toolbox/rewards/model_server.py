@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.rewards.classifier import load_tokenizer
+from grpo_toolbox.rewards.classifier import Coder, load_tokenizer
 from grpo_toolbox.rewards.http import Patience, Session, Sessions, Traffic, address
 from grpo_toolbox.rewards.text import completion_text, content_text, without_control_tokens
 
@@ -27,28 +27,33 @@ class Endpoint:
     """One way of asking for scores."""
 
     path: str
-    body: Callable[[Chat, str | None], dict[str, Any]]
-    """What is sent of a conversation, or of the text that it makes where a tokenizer is at hand."""
+    body: Callable[[Chat], dict[str, Any]]
+    """What is sent of a conversation."""
     scores: Callable[[Any], Any]
     """Where the scores stand in what comes back; LookupError or TypeError for another form."""
+    takes_text: bool = True
+    """Whether it takes the text that a conversation makes, where a tokenizer is at hand."""
 
+
+# the logit, not what a sigmoid or a softmax of one class makes of it
+_LOGITS = {"use_activation": False}
 
 ENDPOINTS: Mapping[str, Endpoint | None] = {
     "pooling": Endpoint(
         "/pooling",
-        lambda chat, text: {"messages": chat} if text is None else {"input": text},
+        lambda chat: {"messages": chat, **_LOGITS},
         lambda answer: answer["data"][0]["data"],
     ),
     "classify": Endpoint(
         "/classify",
-        # the logit, not what a sigmoid or a softmax of one class makes of it
-        lambda chat, text: {**({"messages": chat} if text is None else {"input": text}), "use_activation": False},
+        lambda chat: {"messages": chat, **_LOGITS},
         lambda answer: answer["data"][0]["probs"],
     ),
     "score": Endpoint(
         "/score",
-        lambda chat, _: {"text_1": _spoken(chat[:-1]), "text_2": chat[-1]["content"]},
+        lambda chat: {"text_1": _spoken(chat[:-1]), "text_2": chat[-1]["content"]},
         lambda answer: answer["data"][0]["score"],
+        takes_text=False,
     ),
     "generic": None,
 }
@@ -72,7 +77,7 @@ class Server:
         self._models = models
         self._endpoint = ENDPOINTS[endpoint]
         self._address = address(base_url, self._endpoint.path if self._endpoint else "", api_key_env)
-        self._tokenizer = load_tokenizer(tokenizer, "reward.tokenizer") if tokenizer else None
+        self.coder = Coder(load_tokenizer(tokenizer, "reward.tokenizer"), tokenizer) if tokenizer else None
         self._batch_size = batch_size
         self._sessions = Sessions(patience)
 
@@ -82,15 +87,22 @@ class Server:
         plain: Mapping[str, Sequence[Any]],
         reads: Sequence[Callable[[Any], T]],
         log_metric: Any,
+        texts: Sequence[str] | None = None,
     ) -> list[tuple[T | Exception | None, ...]]:
         """Per row what each model says, as the row's own of `reads` has it (ValueError for what is no score).
 
-        A request holds one of `chats`, or in the form `generic` a batch of what stands in `plain`.
+        A request holds one of `chats`, as one of `texts` where the caller has written them, or in the form `generic` a
+        batch of what stands in `plain`.
         """
         traffic = Traffic()
-        ask = self._each if self._endpoint else self._batches
         async with self._sessions.session() as session:
-            said = (ask(session, model, chats, plain, reads, traffic) for model in self._models)
+            if self._endpoint is None:
+                said = [self._batches(session, model, len(chats), plain, reads, traffic) for model in self._models]
+            else:
+                bodies = [
+                    self._body(self._endpoint, *row) for row in zip(chats, texts or map(self._text, chats), strict=True)
+                ]
+                said = [self._each(session, model, self._endpoint, bodies, reads, traffic) for model in self._models]
             per_model = await asyncio.gather(*said)
         if log_metric is not None:
             log_metric("reward_model/requests_total", traffic.requests)
@@ -101,21 +113,19 @@ class Server:
         self,
         session: Session,
         model: str,
-        chats: Sequence[Chat],
-        plain: Mapping[str, Sequence[Any]],
+        endpoint: Endpoint,
+        bodies: Sequence[dict[str, Any]],
         reads: Sequence[Callable[[Any], T]],
         traffic: Traffic,
     ) -> list[T | Exception | None]:
         """A request per row."""
-        endpoint = self._endpoint
-        assert endpoint is not None
-        bodies = [{"model": model, **endpoint.body(chat, self._text(chat))} for chat in chats]
 
         def reader(read: Callable[[Any], T]) -> Callable[[Any], T]:
             return lambda answer: read(endpoint.scores(answer))
 
         asked = (
-            session.post(self._address, body, reader(read), traffic) for body, read in zip(bodies, reads, strict=True)
+            session.post(self._address, {"model": model, **body}, reader(read), traffic)
+            for body, read in zip(bodies, reads, strict=True)
         )
         return [*await asyncio.gather(*map(_outcome, asked))]
 
@@ -123,13 +133,13 @@ class Server:
         self,
         session: Session,
         model: str,
-        chats: Sequence[Chat],
+        rows: int,
         plain: Mapping[str, Sequence[Any]],
         reads: Sequence[Callable[[Any], T]],
         traffic: Traffic,
     ) -> list[T | Exception | None]:
         """A request per batch, in the plain form; a batch that failed has failed for each of its rows."""
-        parts = [slice(start, start + self._batch_size) for start in range(0, len(chats), self._batch_size)]
+        parts = [slice(start, start + self._batch_size) for start in range(0, rows, self._batch_size)]
         asked = (
             session.post(
                 self._address,
@@ -143,15 +153,23 @@ class Server:
         return [
             score
             for answer, part in zip(answers, parts, strict=True)
-            for score in (answer if isinstance(answer, list) else [answer] * len(chats[part]))
+            for score in (answer if isinstance(answer, list) else [answer] * len(reads[part]))
         ]
 
+    def _body(self, endpoint: Endpoint, chat: Chat, text: str | None) -> dict[str, Any]:
+        """What is sent: the conversation, or the text that it makes."""
+        if text is None or self.coder is None or not endpoint.takes_text:
+            return endpoint.body(chat)
+        templated = self.coder.tokenizer.chat_template is not None  # a template writes its special tokens itself
+        return {"input": text, "add_special_tokens": not templated, **_LOGITS}
+
     def _text(self, chat: Chat) -> str | None:
-        if self._tokenizer is None:
+        """The text that the tokenizer at hand makes of a conversation."""
+        if self.coder is None:
             return None
-        if self._tokenizer.chat_template is None:
+        if self.coder.tokenizer.chat_template is None:
             return _spoken(chat)
-        return str(self._tokenizer.apply_chat_template(chat, tokenize=False))
+        return str(self.coder.tokenizer.apply_chat_template(chat, tokenize=False))
 
 
 class ServedModels:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_toolbox.rewards.classifier import Classifier, load_tokenizer
+from grpo_toolbox.rewards.classifier import Classifier, Coder, load_tokenizer
 from grpo_toolbox.rewards.model_server import COMBINE, Server, chat, log_spread, missing, only_number
-from grpo_toolbox.rewards.steps import AGGREGATES, Step, paid, step_ends, step_scores, token_ends
+from grpo_toolbox.rewards.steps import AGGREGATES, Place, Step, paid, plan, step_ends, step_scores, token_ends
 from grpo_toolbox.rewards.text import completion_text
 
 log = logging.getLogger(__name__)
@@ -98,16 +98,22 @@ class StepScores:
 
 
 class ServedSteps:
-    """The scores that a server gives to steps of a completion, or (separator None) to its tokens."""
+    """The scores that a server gives to steps of a completion, or (separator None) to its tokens.
+
+    With `coder`, the served model's own, a server may answer with a score for every token that it was sent.
+    """
 
     __name__ = "reward_model"
 
-    def __init__(self, server: Server, pay: StepPay, separator: str | None, mark: str | None) -> None:
+    def __init__(
+        self, server: Server, pay: StepPay, separator: str | None, mark: str | None, coder: Coder | None
+    ) -> None:
         self.pays_per_token = pay.pays_per_token
         self._server = server
         self._pay = pay
         self._separator = separator
         self._mark = mark
+        self._coder = coder if mark is None else None
 
     async def __call__(
         self,
@@ -128,7 +134,12 @@ class ServedSteps:
             plain = {"prompts": prompts, "steps": [_cut(text, one) for text, one in zip(texts, ends, strict=True)]}
             for one, places in zip(chats, ends, strict=True):
                 one[-1]["content"] = self._marked(_cut(one[-1]["content"], places))
-        rows = await self._server.ask(chats, plain, reads, log_metric)
+        sent: list[str] | None = None
+        if self._coder is not None:
+            plans = [plan(self._coder, *row, self._separator) for row in zip(prompts, texts, strict=True)]
+            reads = [partial(_read_rows, size=len(coded.ids), places=places or []) for coded, places in plans]
+            sent = [coded.text for coded, _ in plans]
+        rows = await self._server.ask(chats, plain, reads, log_metric, sent)
         return self._pay.rewards(rows, texts, completion_ids, log_metric, log_extra)
 
     def _marked(self, steps: Sequence[str]) -> str:
@@ -171,6 +182,14 @@ def _read_steps(said: Any, ends: Sequence[int]) -> list[Step]:
     if not isinstance(said, list) or len(said) != len(ends):
         raise ValueError("another number of steps")
     return [(end, _step_score(one)) for end, one in zip(ends, said, strict=True)]
+
+
+def _read_rows(said: Any, size: int, places: Sequence[Place]) -> list[Step]:
+    """The scores of steps: one for each, or one for each of all `size` tokens, read at their places."""
+    if not isinstance(said, list) or len(said) not in (size, len(places)) or not places:
+        raise ValueError("another number of steps, or of tokens")
+    every_token = len(said) == size
+    return [(end, _step_score(said[at if every_token else row])) for row, (end, at) in enumerate(places)]
 
 
 def _step_score(said: Any) -> float:

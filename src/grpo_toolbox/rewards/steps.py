@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.rewards.classifier import Classifier, Coded
+from grpo_toolbox.rewards.classifier import Classifier, Coded, Coder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def step_scores(
     A head with one label scores by its logit, one with two by the probability of the second. None for a completion that
     lost a part of its own. A last step without separator is read with one behind it, as such models are trained.
     """
-    plans = [_plan(model, *row, separator) for row in zip(prompts, texts, strict=True)]
+    plans = [plan(model, *row, separator) for row in zip(prompts, texts, strict=True)]
     logits = model.logits([coded.ids for coded, _ in plans])
     steps = [
         None if read is None else [*zip([end for end, _ in read], _scores(row, [at for _, at in read]), strict=True)]
@@ -66,8 +66,8 @@ def step_scores(
     return steps, sum(coded.lost > 0 for coded, _ in plans)
 
 
-def _plan(model: Classifier, prompt: Any, text: str, separator: str | None) -> tuple[Coded, list[Place] | None]:
-    """What the model reads, and where its steps are; None where the completion lost a part of its own."""
+def plan(model: Classifier | Coder, prompt: Any, text: str, separator: str | None) -> tuple[Coded, list[Place] | None]:
+    """What a model reads, and where its steps, or its tokens, are; None where the completion lost a part of its own."""
     ends = [] if separator is None else step_ends(text, separator)
     added = separator if separator and ends[-1] == len(text) and not text.endswith(separator) else ""
     coded = model.code(prompt, text + added)
