@@ -6,7 +6,8 @@ A test file imports everything from here and gives a fixture `subject`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,8 @@ class Subject:
     """Whether it can hold the stop token back."""
     reproduces: bool = True
     """Whether a seed repeats exactly when other rows share the batch."""
+    dying: Callable[[], AbstractContextManager[bool]] | None = None
+    """Has it die in the middle of the next generation, and says whether it comes back and mends that."""
 
 
 def decode(ids: Sequence[int], finish_reason: str) -> str:
@@ -238,6 +241,46 @@ def test_an_error_of_the_listener_ends_the_generation_and_the_engine_goes_on(sub
     with pytest.raises(ZeroDivisionError):
         subject.engine.generate(sums(8), 2, Sampling(3), finished)
     assert len(subject.engine.generate(sums(2), 1, Sampling(3))) == 2
+
+
+def test_an_engine_that_dies_in_the_middle_loses_nothing_and_hands_out_nothing_twice(subject: Subject) -> None:
+    """A server's completions are drawn again; in this process the error comes out, and the engine stays usable."""
+    if subject.dying is None:
+        pytest.skip("a test of its own kills this engine")
+    heard: list[int] = []
+    with subject.dying() as mended:
+        outcome: AbstractContextManager[Any] = nullcontext() if mended else pytest.raises(RuntimeError, match="died")
+        with outcome:
+            rollouts = subject.engine.generate(sums(8), 2, Sampling(8), lambda row, one: heard.append(row))
+            assert_trainers(subject, rollouts)
+        assert len(set(heard)) == len(heard)
+        assert len(heard) == 16 or not mended
+    assert_trainers(subject, subject.engine.generate(sums(2), 2, Sampling(4)))
+
+
+@contextmanager
+def dying_at(call: int, owner: Any, name: str) -> Iterator[bool]:
+    """Have a function fail when it is called for this time."""
+    calls, function = [0], getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise RuntimeError("died")
+        return function(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        yield False
+    assert calls[0] >= call
+
+
+@contextmanager
+def dropping(server: Any) -> Iterator[bool]:
+    """Have a server that takes faults drop two of the next connections."""
+    server.faults += ["drop", "drop"]
+    yield True
+    assert not server.faults
 
 
 # ---- sync ------------------------------------------------------------------------------------------------------------

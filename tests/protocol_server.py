@@ -8,16 +8,17 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.types import LogpKind, Prompt, Rollout, Sampling
 from served_models import END, byte_tokenizer, served_model
-from small_models import forced_logps
+from sglang_weights import SglangWeights
+from small_models import forced_log_probs, forced_logps
 
 SGLANG = {
     "max_new_tokens": int,
@@ -35,9 +36,17 @@ SGLANG = {
     "sampling_seed": int,
 }
 """Every sampling parameter that SGLang 0.5 knows and we send, with its type; others are refused."""
-SGLANG_BODY = {"input_ids": list, "sampling_params": dict, "return_logprob": bool, "stream": bool}
+SGLANG_BODY = {"input_ids": list, "sampling_params": (list, dict), "return_logprob": bool}
+SGLANG_MORE = {"stream": bool, "logprob_start_len": int, "top_logprobs_num": int}
 
 Fault = Literal["500", "hang", "nan", "null", "garbage", "drop", "no logps", "abort"]
+
+
+class Asked(NamedTuple):
+    """One completion that was asked for."""
+
+    ids: list[int]
+    sampling: Sampling
 
 
 @dataclass
@@ -49,6 +58,7 @@ class ProtocolServer:
     kind: LogpKind = "tempered"
     name: str = "policy"
     version: str = "default"
+    """Of the weights, at the start."""
     faults: list[Fault] = field(default_factory=list)
     """Of the next requests for completions, one each."""
     always: Fault | None = None
@@ -56,8 +66,10 @@ class ProtocolServer:
         default_factory=lambda: lambda text: byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
     )
     port: int = 0
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    """Every request for a completion that was answered in full."""
+    asked: list[Asked] = field(default_factory=list)
+    """Every completion that was answered in full."""
+    requests: int = 0
+    """That were answered in full; each may have asked for several completions."""
     healthy: bool = True
     most_at_once: int = 0
     strange: int = 0
@@ -65,7 +77,7 @@ class ProtocolServer:
 
     def __enter__(self) -> ProtocolServer:
         self._at_once, self._lock = 0, threading.Lock()
-        self._engine = LocalEngine(self.model, decode=lambda ids, _: "", stop_ids=(END,))
+        self.weights = SglangWeights(self.model, self.version)
         self._http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
@@ -123,8 +135,10 @@ class ProtocolServer:
         if self.strange:
             self.strange -= 1
             return 404, "no route"
-        if path == "/get_model_info" and self.protocol == "sglang":
-            return 200, {"model_path": self.name, "weight_version": self.version}
+        if path == "/model_info" and self.protocol == "sglang":
+            return 200, {"model_path": self.weights.path, "weight_version": self.weights.version}
+        if path == "/server_info" and self.protocol == "sglang":
+            return 200, {"model_path": self.name, "tp_size": 1, "dp_size": 1, "context_length": None}
         if path == "/v1/models" and self.protocol == "openai":
             return 200, {"data": [{"id": self.name, "root": self.name, "max_model_len": 512}]}
         return 404, {"detail": "Not Found"}
@@ -132,17 +146,19 @@ class ProtocolServer:
     def _answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/tokenize":
             return 200, {"tokens": self.tokenize(body["prompt"])}
-        if path != {"sglang": "/generate", "openai": "/v1/completions"}[self.protocol]:
+        if self.protocol == "sglang" and path != "/generate":
+            return self.weights.answer(path, body)
+        if self.protocol == "openai" and path != "/v1/completions":
             return 404, {"detail": "Not Found"}
         with self._lock:
-            self._at_once += 1
+            self._at_once += len(_completions(body))
             self.most_at_once = max(self.most_at_once, self._at_once)
             fault = self.faults.pop(0) if self.faults else self.always
         try:
             return self._completion(body, fault)
         finally:
             with self._lock:
-                self._at_once -= 1
+                self._at_once -= len(_completions(body))
 
     def _completion(self, body: dict[str, Any], fault: Fault | None) -> tuple[int, Any]:
         if fault == "500":
@@ -153,27 +169,26 @@ class ProtocolServer:
             raise ConnectionResetError
         if fault == "garbage":
             return 200, "<html>It works!</html>"
-        wrong = _wrong(body, SGLANG_BODY, SGLANG) if self.protocol == "sglang" else None
+        wrong = _wrong(body) if self.protocol == "sglang" else None
         if wrong:
             return 400, {"error": wrong}
-        read, write = (_read_sglang, _write_sglang) if self.protocol == "sglang" else (_read_openai, _write_openai)
-        ids, sampling = read(body)
-        if fault == "abort":
-            sampling = Sampling(
-                max(1, sampling.max_new_tokens // 2), temperature=sampling.temperature, seed=sampling.seed
-            )
-        rollout = self._draw(ids, replace(sampling, drawn_logps=self.kind == "processed"))
-        if self.kind == "raw":
-            rollout = replace(rollout, logps=tuple(forced_logps(self.model, ids, rollout.ids).tolist()))
-        answer = write(rollout, fault)
+        asked = [(_read_sglang if self.protocol == "sglang" else _read_openai)(*one) for one in _completions(body)]
+        rollouts = self._draw([_half(one) if fault == "abort" else one for one in asked], "logprob_start_len" in body)
         with self._lock:
-            self.asked.append(body)
-        return 200, answer
+            self.asked += asked
+            self.requests += 1
+        if self.protocol == "openai":
+            return 200, {"choices": [_write_openai(place, one) for place, one in enumerate(rollouts)]}
+        return 200, [self._write_sglang(one, body, fault) for one in rollouts]
 
-    def _draw(self, ids: list[int], sampling: Sampling) -> Rollout:
+    def _draw(self, asked: Sequence[Asked], scored: bool) -> list[Rollout]:
         """Wait for the next batch, and draw with whatever else is waiting."""
-        drawn: Future[Rollout] = Future()
-        self._waiting.put((Prompt(sampling.seed, "", tuple(ids)), replace(sampling, seed=0), drawn))
+        waiting: list[Future[Rollout]] = [Future() for _ in asked]
+        for one, drawn in zip(asked, waiting, strict=True):
+            self._waiting.put((one, scored, drawn))
+        return [self._wait(drawn) for drawn in waiting]
+
+    def _wait(self, drawn: Future[Rollout]) -> Rollout:
         while not self._gone.is_set():
             with contextlib.suppress(TimeoutError):
                 return drawn.result(0.1)
@@ -183,72 +198,105 @@ class ProtocolServer:
         """Draw batches; a row's random numbers follow from its prompt's number, which is the request's seed."""
         while not self._gone.is_set():
             time.sleep(0.003)
-            batches: dict[Sampling, list[tuple[Prompt, Future[Rollout]]]] = {}
-            while not self._waiting.empty():
-                prompt, sampling, drawn = self._waiting.get()
-                batches.setdefault(sampling, []).append((prompt, drawn))
-            for sampling, rows in batches.items():
-                for one, (_, drawn) in zip(
-                    self._engine.generate([prompt for prompt, _ in rows], 1, sampling), rows, strict=True
-                ):
-                    drawn.set_result(one)
+            if self._waiting.empty():
+                continue
+            with self.weights.drawing:  # not while generation is paused
+                batches: dict[tuple[int, Sampling], list[tuple[Prompt, Future[Rollout]]]] = {}
+                while not self._waiting.empty():
+                    asked, scored, drawn = self._waiting.get()
+                    prompt = Prompt(asked.sampling.seed, "", tuple(asked.ids))
+                    key = (self.weights.drawn_by(prompt.ids, cached=not scored), replace(asked.sampling, seed=0))
+                    batches.setdefault(key, []).append((prompt, drawn))
+                for (update, sampling), rows in batches.items():
+                    self._decode_batch(self.weights.models[update], sampling, rows)
+
+    def _decode_batch(self, model: Any, sampling: Sampling, rows: list[tuple[Prompt, Future[Rollout]]]) -> None:
+        engine = LocalEngine(model, decode=lambda ids, _: "", stop_ids=(END,))
+        sampling = replace(sampling, drawn_logps=self.kind == "processed")
+        for one, (prompt, drawn) in zip(engine.generate([row for row, _ in rows], 1, sampling), rows, strict=True):
+            raw = self.kind == "raw"
+            logps = tuple(forced_logps(model, prompt.ids, one.ids).tolist()) if raw else one.logps
+            drawn.set_result(replace(one, logps=logps))
+
+    def _write_sglang(self, rollout: Rollout, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+        logps: list[float | None] = list(rollout.logps)
+        if fault == "nan":
+            logps[-1] = float("nan")
+        if fault == "null":
+            logps[-1] = None
+        reason = {"type": "abort"} if fault == "abort" and rollout.finish_reason == "length" else None
+        told: dict[str, Any] = {
+            "finish_reason": reason or {"type": rollout.finish_reason},
+            "output_token_logprobs": [[logp, token, None] for logp, token in zip(logps, rollout.ids, strict=True)],
+            "prompt_tokens": len(rollout.prompt.ids),
+        }
+        if "logprob_start_len" in body:
+            told["input_token_logprobs"] = [[None, token, None] for token in rollout.prompt.ids]
+        if "top_logprobs_num" in body:
+            following = forced_log_probs(self.weights.models[-1], rollout.prompt.ids, rollout.ids[:1])[0]
+            top = following.topk(body["top_logprobs_num"])
+            pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            told["output_top_logprobs"] = [[[logp, token, None] for logp, token in pairs]]
+        if fault == "no logps":
+            del told["output_token_logprobs"]
+        return {"text": "", "output_ids": list(rollout.ids), "meta_info": told}
 
 
-def _wrong(body: dict[str, Any], fields: dict[str, Any], parameters: dict[str, Any]) -> str | None:
-    for given, known in ((body, fields), (body.get("sampling_params", {}), parameters)):
+def _completions(body: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return ids and parameters of each completion of a request, as SGLang reads one, or OpenAI's."""
+    if "input_ids" not in body:
+        return [(body["prompt"], body)] * body.get("n", 1)
+    rows, told = body["input_ids"], body.get("sampling_params", {})
+    rows = rows if rows and isinstance(rows[0], list) else [rows]
+    return [(row, told if isinstance(told, dict) else told[place]) for place, row in enumerate(rows)]
+
+
+def _wrong(body: dict[str, Any]) -> str | None:
+    told = body.get("sampling_params", {})
+    if isinstance(told, list) and len(told) != len(body["input_ids"]):
+        return f"{len(told)} parameters for {len(body['input_ids'])} prompts"
+    parts = [(body, SGLANG_BODY | SGLANG_MORE), *((one, SGLANG) for _, one in _completions(body))]
+    for given, known in parts:
         for key, value in given.items():
             if key not in known:
                 return f"unknown field {key}"
             if not isinstance(value, known[key]) or (isinstance(value, bool) and known[key] is not bool):
                 return f"{key}={value!r} is not of type {known[key]}"
-    return None if set(fields) <= set(body) else f"missing {sorted(set(fields) - set(body))}"
+    return None if set(SGLANG_BODY) <= set(body) else f"missing {sorted(set(SGLANG_BODY) - set(body))}"
 
 
-def _read_sglang(body: dict[str, Any]) -> tuple[list[int], Sampling]:
-    told = body["sampling_params"]
-    return body["input_ids"], Sampling(
+def _half(asked: Asked) -> Asked:
+    return Asked(asked.ids, replace(asked.sampling, max_new_tokens=max(1, asked.sampling.max_new_tokens // 2)))
+
+
+def _read_sglang(ids: list[int], told: dict[str, Any]) -> Asked:
+    sampling = Sampling(
         told["max_new_tokens"],
-        min_new_tokens=told["min_new_tokens"],
+        min_new_tokens=told.get("min_new_tokens", 0),
         temperature=told["temperature"],
         top_k=max(told["top_k"], 0),
         top_p=told["top_p"],
         min_p=told["min_p"],
         seed=told["sampling_seed"],
     )
+    return Asked(ids, sampling)
 
 
-def _write_sglang(rollout: Rollout, fault: Fault | None) -> dict[str, Any]:
-    logps: list[float | None] = list(rollout.logps)
-    if fault == "nan":
-        logps[-1] = float("nan")
-    if fault == "null":
-        logps[-1] = None
-    reason = {"type": "abort"} if fault == "abort" and rollout.finish_reason == "length" else None
-    told: dict[str, Any] = {
-        "finish_reason": reason or {"type": rollout.finish_reason},
-        "output_token_logprobs": [[logp, token, None] for logp, token in zip(logps, rollout.ids, strict=True)],
-        "prompt_tokens": len(rollout.prompt.ids),
-    }
-    if fault == "no logps":
-        del told["output_token_logprobs"]
-    return {"text": "", "output_ids": list(rollout.ids), "meta_info": told}
-
-
-def _read_openai(body: dict[str, Any]) -> tuple[list[int], Sampling]:
-    return body["prompt"], Sampling(
+def _read_openai(ids: list[int], body: dict[str, Any]) -> Asked:
+    sampling = Sampling(
         body["max_tokens"],
         temperature=body["temperature"],
         top_k=body["top_k"],
         top_p=body["top_p"],
         seed=body["seed"],
     )
+    return Asked(ids, sampling)
 
 
-def _write_openai(rollout: Rollout, fault: Fault | None) -> dict[str, Any]:
+def _write_openai(place: int, rollout: Rollout) -> dict[str, Any]:
     """As a plain OpenAI server answers: token strings, no ids."""
     told = {"tokens": ["x"] * len(rollout.ids), "token_logprobs": list(rollout.logps)}
-    choice = {"index": 0, "text": "x", "logprobs": told, "finish_reason": rollout.finish_reason}
-    return {"choices": [choice]}
+    return {"index": place, "text": "x", "logprobs": told, "finish_reason": rollout.finish_reason}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -99,6 +99,18 @@ def test_every_option_of_every_group_composes_with_every_experiment(experiment: 
         assert plain["reward"]["name"] == config.reward["name"]
 
 
+def test_a_preset_of_rollout_chooses_the_engine_and_leaves_the_experiments_numbers() -> None:
+    chosen = {option: composed(f"rollout={option}")[0].rollout for option in option_names("rollout")}
+    assert {option: one.engine for option, one in chosen.items()} == {
+        **{"default": "local", "async": "local", "hf": "hf"},
+        **{"vllm_server": "vllm", "vllm_colocate": "vllm", "sglang_server": "sglang", "http_server": "http"},
+    }
+    assert {one.group_size for one in chosen.values()} == {16}
+    assert (chosen["vllm_server"].vllm.mode, chosen["vllm_colocate"].vllm.mode) == ("server", "colocate")
+    assert chosen["http_server"].sync.mode == "none"
+    assert [option for option, one in chosen.items() if one.async_.enabled] == ["async"]
+
+
 def test_the_default_is_the_tiny_experiment() -> None:
     assert composed()[0] == composed("experiment=grpo_tiny")[0]
 

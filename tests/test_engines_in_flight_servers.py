@@ -45,14 +45,14 @@ def test_weights_are_sent_while_completions_are_drawn_and_the_rest_is_of_the_new
             sync=pushes,
         )
         engine.start()
-        server.faults[:] = ["abort", "abort"]
+        server.faults[:] = ["abort"]
         before = len(server.asked)
 
         def newer() -> int | None:
             return 3 if not pushes.versions and len(server.asked) == before + 2 else None
 
         engine.in_flight(newer, recompute=True)
-        rollouts = engine.generate(sums(1), 2, Sampling(12))
+        rollouts = engine.generate(sums(1), 2, Sampling(12, min_new_tokens=12))
         engine.close()
     assert pushes.versions == [3]
     for one in rollouts:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine_contract import *  # noqa: F403
-from engine_contract import Subject, decode, identity
+from engine_contract import Subject, decode, dropping, identity
+from fault_proxy import FaultProxy
 from grpo_toolbox.engines.http import HttpDialect
 from grpo_toolbox.engines.pool import ServerEngine
 from grpo_toolbox.engines.server import Limits, Server
@@ -54,17 +56,19 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 @pytest.fixture(scope="module")
 def subject(address) -> Iterator[Subject]:
     policy = served_model()
-    engine = ServerEngine(
-        HttpDialect(),
-        [Server(address, Limits(health_every_s=1.0, max_in_flight=SLOTS))],
-        policy,
-        decode=decode,
-        stop_ids=(END,),
-        identity=identity(policy),
-    )
-    # its cache holds keys and values in half precision
-    yield Subject(engine.start(), policy, tolerance=3e-2, limits_length=False, reproduces=False)
-    engine.close()
+    with FaultProxy(address) as proxy:
+        engine = ServerEngine(
+            HttpDialect(),
+            [Server(proxy.address, Limits(health_every_s=1.0, max_in_flight=SLOTS))],
+            policy,
+            decode=decode,
+            stop_ids=(END,),
+            identity=identity(policy),
+        )
+        dying = partial(dropping, proxy)
+        # its cache holds keys and values in half precision
+        yield Subject(engine.start(), policy, tolerance=3e-2, limits_length=False, reproduces=False, dying=dying)
+        engine.close()
 
 
 def test_its_log_probs_are_those_of_temperature_one(subject: Subject) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from engine_contract import Subject, assert_trainers, changed, decode, drawn, identity, sums
+from grpo_toolbox.engines.dialect import Ask
 from grpo_toolbox.engines.http import HttpDialect
 from grpo_toolbox.engines.pool import ServerEngine
+from grpo_toolbox.engines.sampling import row_seeds
 from grpo_toolbox.engines.server import Limits, Server, addresses
 from grpo_toolbox.engines.sglang import SglangDialect
 from grpo_toolbox.engines.sync import Control
+from grpo_toolbox.engines.vllm import VllmDialect
 from grpo_toolbox.errors import ConfigError, EngineError
 from grpo_toolbox.types import Rollout, Sampling
 from protocol_server import ProtocolServer, wait_until
@@ -114,9 +119,39 @@ def test_what_a_server_broke_off_is_gone_on_with():
         server.faults += ["abort"] * 3
         rollouts = generate(engine, tokens=9)
         assert {len(one.ids) for one in rollouts if one.finish_reason == "length"} == {9}
-        continued = [body for body in server.asked if body["sampling_params"]["max_new_tokens"] < 8]
+        continued = [one for one in server.asked if one.sampling.max_new_tokens < 8]
         assert continued
-        assert all(len(body["input_ids"]) > 4 for body in continued)
+        assert all(len(one.ids) > 4 for one in continued)
+
+
+# ---- the completions of a group --------------------------------------------------------------------------------------
+
+
+def test_the_completions_of_a_group_are_asked_for_together_and_are_those_of_requests_apart():
+    with ProtocolServer() as server, engine_over(server.address) as engine:
+        server.requests = 0
+        together = generate(engine, count=12)
+        assert server.requests == 12
+        with engine_over(server.address, max_in_flight=1) as one_by_one:
+            server.requests = 0
+            assert drawn(generate(one_by_one, count=12)) == drawn(together)
+            assert server.requests == 24
+
+
+def test_vllm_numbers_the_completions_of_a_request_by_its_seed():
+    """Completions 2 and 3 of a group of 4: seed + 2, and one more."""
+    seeds = row_seeds(7, [3], 4)
+    assert seeds == [seeds[0] + place for place in range(4)]
+    asks = [Ask("policy", (5, 6), 9, 0, Sampling(9), seed, (END,)) for seed in seeds]
+    dialect = VllmDialect()
+    assert all(dialect.joins(later, former) for former, later in pairwise(asks))
+    _, body = dialect.request(asks[2:])
+    assert (body["n"], body["seed"], body["prompt"]) == (2, seeds[2], [5, 6])
+    greedy = [replace(ask, sampling=Sampling(9, temperature=0)) for ask in asks]
+    rest = replace(asks[1], ids=(5, 6, 7), max_new_tokens=8)
+    assert not dialect.joins(greedy[1], greedy[0])
+    assert not dialect.joins(asks[2], asks[0])
+    assert not dialect.joins(rest, asks[0])
 
 
 # ---- several servers -------------------------------------------------------------------------------------------------
@@ -133,7 +168,7 @@ def test_servers_share_the_load_within_their_limit_and_groups_stay_together():
         generate(engine, count=20)
         assert min(len(one.asked), len(other.asked)) >= 8
         assert max(one.most_at_once, other.most_at_once) <= 8
-        prompts = [{tuple(body["input_ids"]) for body in server.asked} for server in (one, other)]
+        prompts = [{tuple(asked.ids) for asked in server.asked} for server in (one, other)]
         assert len(prompts[0] & prompts[1]) <= 5
 
 
@@ -302,12 +337,12 @@ class Copy:
             if server.address not in self.broken:
                 taken = self.by_address[server.address]
                 taken.model.load_state_dict(policy.state_dict())
-                taken.version = f"v{version}"
+                taken.weights.version = f"v{version}"
         if failed:
             raise EngineError(f"weights {version} were not taken by {failed}")
 
     def version(self, server: Control) -> int | None:
-        stated = server.get("/get_model_info")["weight_version"]
+        stated = server.get("/model_info")["weight_version"]
         return int(stated[1:]) if stated.startswith("v") else None
 
     def close(self) -> None: ...

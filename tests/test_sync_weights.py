@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_toolbox.engines.sync import FAILURES, Control, PushError, Stamp, push_each
 from grpo_toolbox.engines.sync.choose import ChosenSync, SyncSettings, server_arguments, server_environment
-from grpo_toolbox.engines.sync.groups import GlooGroup, TorchGroup, own_address, together
+from grpo_toolbox.engines.sync.groups import StoreGroup, own_address, together
 from grpo_toolbox.engines.sync.weights import WeightFolders, Weights, choose_folder, described, served_weights
 from grpo_toolbox.errors import ConfigError, EngineError
 from grpo_toolbox.models.lora import LoraOptions, add_adapter
@@ -135,7 +135,7 @@ def receive(invitation: dict[str, Any], weights: Weights, into: list[torch.Tenso
 
 def test_gloo_brings_every_tensor_to_the_worker() -> None:
     weights = [("a", torch.randn(3, 5)), ("b", torch.randn(7).bfloat16()), ("c", torch.tensor(4.0))]
-    group = GlooGroup("127.0.0.1", 1, 20)
+    group = StoreGroup("127.0.0.1", 1, 20)
     arrived: list[torch.Tensor] = []
     worker = threading.Thread(target=receive, args=(group.invitation(), weights, arrived))
     worker.start()
@@ -162,7 +162,7 @@ def _checksum(weights: Weights) -> int:
 
 def test_a_worker_that_dies_on_the_way_ends_the_senders_wait() -> None:
     weights = [(str(index), torch.randn(1 << 16)) for index in range(64)]
-    group = GlooGroup("127.0.0.1", 1, 5)
+    group = StoreGroup("127.0.0.1", 1, 5)
     worker = threading.Thread(target=receive, args=(group.invitation(), weights, []), kwargs={"stop_after": 2})
     worker.start()
     group.join()
@@ -186,7 +186,7 @@ def test_the_servers_refusal_is_raised_before_the_groups_time_limit() -> None:
 
 
 def test_sglangs_group_is_told_by_name() -> None:
-    told = TorchGroup("gloo", "127.0.0.1", 3, 20, "name").invitation()
+    told = StoreGroup("127.0.0.1", 3, 20, name="name").invitation()
     assert (told["group_name"], told["backend"], told["rank_offset"], told["world_size"]) == ("name", "gloo", 1, 4)
     assert told["master_port"] > 0
 

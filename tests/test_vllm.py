@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,26 @@ import pytest
 import torch
 
 from engine_contract import *  # noqa: F403
-from engine_contract import Subject, assert_trainers, check_sync, decode, identity, sums
+from engine_contract import (
+    Subject,
+    assert_trainers,
+    changed,
+    check_sync,
+    decode,
+    drawn,
+    dropping,
+    identity,
+    prompts,
+    replaced,
+    sums,
+)
+from fault_proxy import FaultProxy
 from grpo_toolbox.cli.main import main
 from grpo_toolbox.engines.http import HttpDialect
+from grpo_toolbox.engines.identity import Identity
 from grpo_toolbox.engines.pool import ServerEngine
 from grpo_toolbox.engines.server import Limits, Server
+from grpo_toolbox.engines.sync import vllm as procedure
 from grpo_toolbox.engines.sync.choose import ChosenSync, SyncSettings
 from grpo_toolbox.engines.vllm import VllmDialect
 from grpo_toolbox.errors import EngineError
@@ -36,18 +52,19 @@ def engine_over(
     folder: Path,
     dialect: Any = None,
     limits: Limits = LIMITS,
-    policy: Any = None,
-    synced: bool = True,
+    address: str | None = None,
+    told: Identity | None = None,
+    **sync: Any,
 ) -> Iterator[Subject]:
-    policy = served_model() if policy is None else policy
+    policy = served_model()
     made = ServerEngine(
         dialect or VllmDialect(),
-        [Server(server.address, limits)],
+        [Server(address or server.address, limits)],
         policy,
         decode=decode,
         stop_ids=(END,),
-        identity=identity(policy),
-        sync=ChosenSync("vllm", SyncSettings(), policy, folder) if synced else None,
+        identity=told or identity(policy),
+        sync=None if dialect else ChosenSync("vllm", SyncSettings(**sync), policy, folder),
     )
     try:
         yield Subject(made.start(), policy, limits_length=dialect is None)
@@ -57,14 +74,47 @@ def engine_over(
 
 @pytest.fixture(scope="module", params=["vllm", "http"])
 def subject(request, vllm, tmp_path_factory) -> Iterator[Subject]:  # noqa: F811
-    dialect = HttpDialect() if request.param == "http" else None
-    with engine_over(vllm, tmp_path_factory.mktemp("sync"), dialect, synced=dialect is None) as made:
-        yield made
+    dialect, folder = HttpDialect() if request.param == "http" else None, tmp_path_factory.mktemp("sync")
+    with FaultProxy(vllm.address) as proxy, engine_over(vllm, folder, dialect, address=proxy.address) as made:
+        yield replaced(made, dying=partial(dropping, proxy))
 
 
 def test_a_sync_changes_what_is_drawn_and_no_stale_prefix_is_used(subject: Subject) -> None:
     if subject.limits_length:
         check_sync(subject)
+
+
+def test_completions_asked_for_together_are_those_asked_for_apart(vllm, tmp_path):  # noqa: F811
+    with engine_over(vllm, tmp_path) as together, FaultProxy(vllm.address) as proxy:
+        rollouts = together.engine.generate(sums(6), 4, Sampling(10, seed=2))
+        limits = replace(LIMITS, max_in_flight=1)
+        with engine_over(vllm, tmp_path, limits=limits, address=proxy.address) as apart:
+            before = proxy.completions
+            assert drawn(apart.engine.generate(sums(6), 4, Sampling(10, seed=2))) == drawn(rollouts)
+            assert proxy.completions - before == 24
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+def test_weights_that_come_in_flight_leave_no_stale_prefix(how, vllm, tmp_path):  # noqa: F811
+    """Newer weights come while long prompts are gone on from; afterwards nothing of the former ones is used."""
+    long = prompts("the same long prompt, asked again and again " * 5)
+    with engine_over(vllm, tmp_path, in_flight=how) as made:
+        asked = [0]
+
+        def newer() -> int | None:
+            asked[0] += 1
+            if asked[0] != 4:
+                return None
+            changed(made.policy, 0.5, seed=7)
+            return 1
+
+        made.engine.in_flight(newer, recompute=how == "recompute")
+        under_way = made.engine.generate(long, 4, Sampling(200, temperature=1.5))
+        assert asked[0] >= 4, "all completions had ended before the weights came"
+        assert {one.oldest_version for one in under_way} == {0}
+        after = made.engine.generate(long, 2, Sampling(12, temperature=0))
+        assert {one.weights_version for one in after} == {1}
+        assert_trainers(made, after)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -92,6 +142,34 @@ def test_log_probs_of_broken_weights_are_not_trained_on(vllm, tmp_path):  # noqa
                 made.engine.generate(sums(2), 1, Sampling(4))
         finally:
             vllm.load(vllm.model)
+
+
+def test_another_tokenizer_is_refused_at_the_start(vllm, tmp_path):  # noqa: F811
+    told = replace(identity(served_model()), tokenized={"12 + 34": [1, 2, 3]})
+    with pytest.raises(EngineError, match="another tokenizer than the trainer"), engine_over(vllm, tmp_path, told=told):
+        pass
+
+
+def test_a_server_that_is_not_there_is_waited_for_and_then_said_to_be_missing(vllm, tmp_path):  # noqa: F811
+    limits, nowhere = replace(LIMITS, start_timeout_s=2.0), f"http://127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(EngineError, match=r"no rollout server at .* within rollout.server.start_timeout_s=2 .*refused"),
+        engine_over(vllm, tmp_path, limits=limits, address=nowhere),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("faults", [["500"] * 3, ["drop"] * 2, ["hang"]])
+def test_answers_that_do_not_come_are_asked_for_again(faults, vllm, tmp_path):  # noqa: F811
+    limits = replace(LIMITS, request_timeout_s=4.0, health_every_s=0.5)
+    with FaultProxy(vllm.address) as proxy, engine_over(vllm, tmp_path, limits=limits, address=proxy.address) as made:
+        undisturbed = made.engine.generate(sums(12), 2, Sampling(8))
+        proxy.faults += faults
+        heard: list[int] = []
+        rollouts = made.engine.generate(sums(12), 2, Sampling(8), lambda row, one: heard.append(row))
+        assert not proxy.faults
+        assert sorted(heard) == list(range(24))
+        assert drawn(rollouts) == drawn(undisturbed)
 
 
 def test_a_server_that_hangs_is_asked_again_when_it_goes_on(vllm, tmp_path):  # noqa: F811
@@ -126,29 +204,43 @@ def test_a_run_trains_through_the_server(vllm, tmp_path, capsys, monkeypatch):  
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_in_the_middle_is_waited_for_and_gets_the_weights_again(tmp_path):
-    server = VllmServer(write_model(tmp_path / "model"), free_port(), log=tmp_path / "vllm.log")
+def test_a_server_that_is_killed_is_waited_for_and_gets_the_weights_again(tmp_path, monkeypatch):
+    """Once while it starts the trainer is there already; then it is killed while it draws, and while it is synced."""
     vllm_python()
+    server = VllmServer(write_model(tmp_path / "model"), free_port(), log=tmp_path / "vllm.log")
+    kills: list[str] = []
+
+    def kill(when: str) -> None:
+        if when not in kills:
+            kills.append(when)
+            server.kill()
+            server.start()
+            end_with_the_tests(server)
+
+    def finished(row: int, one: Any) -> None:
+        heard.append(row)
+        if len(heard) == 10:
+            kill("drawing")
+
     server.start()
     end_with_the_tests(server)
-    server.wait()
-    with engine_over(server, tmp_path) as made:
-        from engine_contract import changed
+    try:
+        with engine_over(server, tmp_path) as made:
+            changed(made.policy, 0.5, seed=7)
+            assert made.engine.sync() == 1
+            heard: list[int] = []
+            rollouts = made.engine.generate(sums(60), 4, Sampling(100), finished)
+            assert sorted(heard) == list(range(240))
+            assert_trainers(made, rollouts)
+            assert {one.weights_version for one in rollouts} == {1}
 
-        changed(made.policy, 0.5, seed=7)
-        assert made.engine.sync() == 1
-        heard: list[int] = []
-
-        def finished(row: int, one: Any) -> None:
-            heard.append(row)
-            if len(heard) == 10:
-                server.kill()
-                server.start()
-                end_with_the_tests(server)
-
-        rollouts = made.engine.generate(sums(60), 4, Sampling(100), finished)
-        assert sorted(heard) == list(range(240))
-        assert_trainers(made, rollouts)
-        assert {one.weights_version for one in rollouts} == {1}
-    server.kill()
-    assert os.path.exists(tmp_path / "vllm.log")
+            transfer = procedure.transfer
+            monkeypatch.setattr(procedure, "transfer", lambda *given: (kill("syncing"), transfer(*given)))
+            changed(made.policy, 0.5, seed=8)
+            assert made.engine.sync() == 2
+            rollouts = made.engine.generate(sums(20), 4, Sampling(20))
+            assert_trainers(made, rollouts)
+            assert {one.weights_version for one in rollouts} == {2}
+        assert kills == ["drawing", "syncing"]
+    finally:
+        server.kill()

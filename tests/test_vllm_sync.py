@@ -110,14 +110,14 @@ def test_an_adapter_arrives_alone_and_the_base_stays(server: Server, tmp_path: P
 def test_a_sender_that_dies_leaves_the_former_weights_and_the_next_push_works(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_toolbox.engines.sync.groups import GlooGroup
+    from grpo_toolbox.engines.sync.groups import StoreGroup
 
     policy = served_model()
     before = copy.deepcopy(policy)
     sync = ChosenSync("vllm", SyncSettings("gloo", timeout_s=20.0), policy, tmp_path)
     sync.push([server], policy, 1)
     nudge(policy, 1)
-    whole = GlooGroup.send
+    whole = StoreGroup.send
 
     def breaks(group: Any, weights: Any) -> None:
         whole(group, weights[:3])
@@ -125,7 +125,7 @@ def test_a_sender_that_dies_leaves_the_former_weights_and_the_next_push_works(
         raise RuntimeError("the sender is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GlooGroup, "send", breaks)
+        patch.setattr(StoreGroup, "send", breaks)
         with pytest.raises(PushError):
             sync.push([server], policy, 2)
     assert sync.version(server) is None

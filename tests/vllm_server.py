@@ -26,7 +26,7 @@ from grpo_toolbox.engines.server import Limits, Server
 from grpo_toolbox.engines.sync.choose import server_arguments, server_environment
 from served_models import POSITIONS, write_model
 
-START_SECONDS = 300
+START_SECONDS = 900
 
 
 def vllm_python() -> str:

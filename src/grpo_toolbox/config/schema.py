@@ -116,7 +116,7 @@ class ServerConfig:
     outage_timeout_s: float = 600.0
     """How long generation waits while no server answers, before the run stops with its state saved."""
     request_timeout_s: float = 600.0
-    """Of one completion; one that takes longer is asked for again."""
+    """Of one request, for the completions of a group; what takes longer is asked for again."""
     retries: int = 5
     """How often a completion is asked for again after an error of a server that is up."""
 

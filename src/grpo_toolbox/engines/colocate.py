@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from grpo_toolbox.engines import OnFinished, Traits
-from grpo_toolbox.engines.pool import row_seeds
-from grpo_toolbox.engines.reading import Decode, Reader
+from grpo_toolbox.engines import Traits
+from grpo_toolbox.engines.inprocess import Drawn, InProcessEngine
+from grpo_toolbox.engines.sampling import row_seeds
 from grpo_toolbox.engines.sync.weights import Weights, served_weights
-from grpo_toolbox.errors import Cancelled, ConfigError
-from grpo_toolbox.types import Prompt, Rollout, Sampling
+from grpo_toolbox.errors import ConfigError
+from grpo_toolbox.types import Prompt, Sampling
 
 
 @dataclass(frozen=True)
@@ -33,77 +32,47 @@ class Colocation:
     sleep: bool = True
 
 
-class ColocateEngine:
+class ColocateEngine(InProcessEngine):
     """Holds a second copy of the weights, which every sync brings up to date; asleep, it holds none."""
 
     traits = Traits(shares_weights=False, exact=False, logps="processed", drawn_logps=True)
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        options: Colocation,
-        *,
-        decode: Decode,
-        stop_ids: Sequence[int],
-        weights_version: int = 0,
-    ) -> None:
-        self._policy, self._decode, self._stop_ids = policy, decode, tuple(stop_ids)
-        self._version = weights_version
-        self._cancelled = threading.Event()
+    def __init__(self, policy: nn.Module, options: Colocation, **shared: Any) -> None:
+        super().__init__(policy, **shared)
         self._llm = _load(options)
         self._sleeps = options.sleep and next(policy.parameters()).is_cuda
         self._asleep = False
-        self._stale = weights_version > 0
+        self._stale = self._version > 0
         self._calls = 0
         """Numbers requests, so that no two are ever alike."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        sampling: Sampling,
-        on_finished: OnFinished | None = None,
-    ) -> list[Rollout]:
-        """Return `group_size` rollouts per prompt, prompt-major; `on_finished(row, rollout)` hears of each."""
-        self._cancelled.clear()
-        self._wake()
-        reader = Reader(self._decode, self._stop_ids, sampling, "processed")
-        rollouts: dict[int, Rollout] = {}
-        engine = self._llm.llm_engine
-        rows = {name: row for row, name in enumerate(self._requests(prompts, group_size, sampling))}
-        try:
-            for output in self._ended():
-                row, (drawn,) = rows[output.request_id], output.outputs
-                logps = [step[token].logprob for step, token in zip(drawn.logprobs, drawn.token_ids, strict=True)]
-                versions = [(self._version, len(drawn.token_ids))]
-                rollouts[row] = reader.rollout(prompts[row // group_size], drawn.token_ids, logps, versions)
-                if on_finished is not None:
-                    on_finished(row, rollouts[row])
-        finally:
-            engine.abort_request([name for name, row in rows.items() if row not in rollouts])
-            self._rest()
-        return [rollouts[row] for row in range(len(rows))]
-
-    def cancel(self) -> None:
-        """Make the `generate` that is under way raise Cancelled at its next token."""
-        self._cancelled.set()
-
     def sync(self, version: int | None = None) -> int:
         """Count the version; the weights are taken over when they are next needed."""
-        self._version = self._version + 1 if version is None else version
         self._stale = True
-        return self._version
+        return super().sync(version)
 
     def close(self) -> None:
         """Give everything back."""
         self._llm.llm_engine.engine_core.shutdown()
 
+    def _draw(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> Generator[Drawn]:
+        self._wake()
+        left = {name: row for row, name in enumerate(self._requests(prompts, group_size, sampling))}
+        try:
+            for output in self._ended():
+                (drawn,) = output.outputs
+                logps = [step[token].logprob for step, token in zip(drawn.logprobs, drawn.token_ids, strict=True)]
+                row = left.pop(output.request_id)
+                yield row, list(drawn.token_ids), logps, [(self._version, len(drawn.token_ids))]
+        finally:
+            self._llm.llm_engine.abort_request(list(left))
+            self._rest()
+
     def _ended(self) -> Iterator[Any]:
         """Run what was handed in until all of it has ended; yield each as it does."""
         engine = self._llm.llm_engine
         while engine.has_unfinished_requests():
-            if self._cancelled.is_set():
-                raise Cancelled("the generation of rollouts was cancelled.")
+            self._check_cancelled()
             yield from (output for output in engine.step() if output.finished)
 
     def _requests(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> list[str]:
@@ -112,7 +81,7 @@ class ColocateEngine:
 
         self._calls += 1
         names = []
-        for row, seed in enumerate(row_seeds(prompts, group_size, sampling.seed)):
+        for row, seed in enumerate(row_seeds(sampling.seed, [prompt.id for prompt in prompts], group_size)):
             options: dict[str, Any] = {
                 "max_tokens": sampling.max_new_tokens,
                 "min_tokens": sampling.min_new_tokens,
@@ -136,7 +105,7 @@ class ColocateEngine:
         if self._asleep:
             self._llm.wake_up(tags=["weights"])
         if self._asleep or self._stale:
-            self._take(served_weights(self._policy))
+            self._take(served_weights(self._model))
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
         self._asleep = False

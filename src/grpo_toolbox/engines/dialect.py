@@ -62,12 +62,16 @@ class Dialect(Protocol):
 
     name: str
 
-    def request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
-        """Return path and JSON body."""
+    def joins(self, ask: Ask, former: Ask) -> bool:
+        """Return whether a completion may be asked for together with the one before it, of the same group."""
         ...
 
-    def read(self, answer: Any) -> Answer:
-        """Return what was drawn. Raises EngineError where the server does not tell ids or log-probs."""
+    def request(self, asks: Sequence[Ask]) -> tuple[str, dict[str, Any]]:
+        """Return path and JSON body for completions that join each other."""
+        ...
+
+    def read(self, answer: Any) -> list[Answer]:
+        """Return what was drawn, in the order of the request. Raises EngineError where ids or log-probs are missing."""
         ...
 
     def served(self, server: Control) -> Served:

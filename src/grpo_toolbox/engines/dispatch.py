@@ -1,8 +1,9 @@
 """One generation over several servers, on an event loop: who is asked for what, and what happens when one fails.
 
 Every completion is a job of its own. It is handed to the server with the fewest, its group staying together for the
-prefix cache's sake, and comes back once: done, or to be asked for again, elsewhere where there is an elsewhere. A
-server that fails gives all its jobs back, and is admitted again when it is well.
+prefix cache's sake, in one request where the server takes several. It comes back once: done, or to be asked for again,
+elsewhere where there is an elsewhere. A server that fails gives all its jobs back, and is admitted again when it is
+well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_toolbox.engines.dialect import Answer, Ask, Dialect, Incomplete
-from grpo_toolbox.engines.server import HEALTH, HEALTH_TIMEOUT_S, Foreign, Refused, Server, read_json, what_failed
+from grpo_toolbox.engines.server import (
+    HEALTH,
+    HEALTH_TIMEOUT_S,
+    Foreign,
+    Refused,
+    Server,
+    read_json,
+    trusted,
+    what_failed,
+)
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Sampling
 
@@ -92,7 +102,8 @@ class Dispatch:
         self._left = len(jobs)
         self._changed = asyncio.Event()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self._limits.max_in_flight)
-        async with httpx.AsyncClient(timeout=self._limits.request_timeout_s, limits=limits) as self._client:
+        client = httpx.AsyncClient(timeout=self._limits.request_timeout_s, limits=limits, verify=trusted())
+        async with client as self._client:
             keepers = [self._task(self._keep(server)) for server in self._servers]
             try:
                 while self._left and self._failure is None:
@@ -154,10 +165,13 @@ class Dispatch:
             log.warning("%s is given up for now, with %d completions: %s", server.address, self._load(server), trouble)
         server.up, server.trouble = False, trouble
         jobs, self._working[server] = self._working[server], {}
-        for job, task in jobs.items():
-            if task is not asyncio.current_task():
-                task.cancel()
-            self._waiting.appendleft(job)
+        for task in set(jobs.values()) - {asyncio.current_task()}:
+            task.cancel()
+        self._return(list(jobs))
+
+    def _return(self, jobs: Sequence[Job]) -> None:
+        """Put jobs before those that wait, in the order that they had."""
+        self._waiting.extendleft(reversed(jobs))
         self._changed.set()
 
     def _watch_outage(self) -> None:
@@ -185,9 +199,23 @@ class Dispatch:
             server = self._server_for(self._waiting[0])
             if server is None:
                 return
-            job = self._waiting.popleft()
-            self._home[job.group] = server
-            self._working[server][job] = self._task(self._ask(server, job))
+            jobs = self._joined(server)
+            self._home[jobs[0].group] = server
+            task = self._task(self._ask(server, jobs))
+            self._working[server].update(dict.fromkeys(jobs, task))
+
+    def _joined(self, server: Server) -> list[Job]:
+        """Take those from the front that one request asks for."""
+        jobs = [self._waiting.popleft()]
+        room = self._limits.max_in_flight - self._load(server)
+        while self._waiting and len(jobs) < room and self._joins(server, self._waiting[0], jobs[-1]):
+            jobs.append(self._waiting.popleft())
+        return jobs
+
+    def _joins(self, server: Server, job: Job, former: Job) -> bool:
+        if (job.group, job.avoid) != (former.group, former.avoid):
+            return False
+        return self._dialect.joins(self._rest_of(server, job), self._rest_of(server, former))
 
     def _server_for(self, job: Job) -> Server | None:
         room = [one for one in self._servers if one.up and self._load(one) < self._limits.max_in_flight]
@@ -197,34 +225,38 @@ class Dispatch:
         home = self._home.get(job.group)
         return home if home in room else min(room, key=self._load)
 
-    async def _ask(self, server: Server, job: Job) -> None:
-        """Ask for a completion, or the rest of one, and see what came of it."""
+    async def _ask(self, server: Server, jobs: list[Job]) -> None:
+        """Ask for completions, or the rest of them, and see what came of it."""
         import httpx
 
         version = server.version or 0
-        path, body = self._dialect.request(self._rest_of(server, job, version))
+        path, body = self._dialect.request([self._rest_of(server, job) for job in jobs])
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):  # httpx limits each read, not the whole answer
                 response = await self._client.post(server.address + path, json=body, headers=server.headers)
-            answer = self._dialect.read(read_json(server.address + path, response))
+            answers = self._dialect.read(read_json(server.address + path, response))
+            if len(answers) != len(jobs):
+                raise ValueError(f"{len(answers)} of {len(jobs)} completions")
         except (TimeoutError, httpx.TimeoutException):
-            self._again(server, job, f"no answer within {self._limits.request_timeout_s:g} s")
+            self._again(server, jobs, f"no answer within {self._limits.request_timeout_s:g} s")
         except httpx.RequestError as error:
-            if job in self._working[server]:
+            if jobs[0] in self._working[server]:
                 self._lose(server, f"{server.address}{path}: {what_failed(error)}.")
         except Refused as error:
-            self._fail(EngineError(f"prompt {job.prompt_id}: {error}"))
+            self._fail(EngineError(f"prompt {jobs[0].prompt_id}: {error}"))
         except Incomplete as error:
-            job.seed += 1
-            self._again(server, job, str(error))
+            for job in jobs:
+                job.seed += len(jobs)
+            self._again(server, jobs, str(error))
         except EngineError as error:
-            self._again(server, job, str(error))
+            self._again(server, jobs, str(error))
         except (LookupError, TypeError, ValueError) as error:  # another program may answer at that address
-            self._again(server, job, f"an answer of another form ({type(error).__name__}: {error})")
+            self._again(server, jobs, f"an answer of another form ({type(error).__name__}: {error})")
         else:
-            self._take(server, job, answer, version)
+            for job, answer in zip(jobs, answers, strict=True):
+                self._take(server, job, answer, version)
 
-    def _rest_of(self, server: Server, job: Job, version: int) -> Ask:
+    def _rest_of(self, server: Server, job: Job) -> Ask:
         drawn = len(job.ids)
         return Ask(
             model=server.model,
@@ -234,7 +266,7 @@ class Dispatch:
             sampling=self._sampling,
             seed=(job.seed + drawn) % 2**31,
             stop_ids=self._stop_ids,
-            version=version,
+            version=server.version or 0,
         )
 
     def _take(self, server: Server, job: Job, answer: Answer, version: int) -> None:
@@ -249,7 +281,7 @@ class Dispatch:
             self._left -= 1
             self._done(job)
         else:
-            self._pause(job, self._limits.health_every_s / 10)
+            self._pause([job], self._limits.health_every_s / 10)
         self._changed.set()
 
     def _what_is_wrong(self, job: Job, answer: Answer) -> str | None:
@@ -269,27 +301,29 @@ class Dispatch:
             )
         return None
 
-    def _again(self, server: Server, job: Job, trouble: str) -> None:
-        """Put a job back after an error of a server that is up; too many of them end the run."""
-        if self._working[server].pop(job, None) is None:
+    def _again(self, server: Server, jobs: Sequence[Job], trouble: str) -> None:
+        """Put jobs back after an error of a server that is up; too many of them end the run."""
+        returned = [job for job in jobs if self._working[server].pop(job, None) is not None]
+        if not returned:  # they were given back meanwhile
             return
-        job.tries, job.avoid = job.tries + 1, server
-        if job.tries > self._limits.retries:
+        for job in jobs:
+            job.tries, job.avoid = job.tries + 1, server
+        prompt, tries = jobs[0].prompt_id, max(job.tries for job in jobs)
+        if tries > self._limits.retries:
             self._fail(
                 EngineError(
-                    f"prompt {job.prompt_id} failed {job.tries} times, more than rollout.server.retries="
+                    f"prompt {prompt} failed {tries} times, more than rollout.server.retries="
                     f"{self._limits.retries}; at last: {trouble}"
                 )
             )
             return
-        log.warning("prompt %d is asked for again: %s", job.prompt_id, trouble)
-        self._pause(job, min(_LONGEST_PAUSE, 0.25 * 2**job.tries))
+        log.warning("prompt %d is asked for again: %s", prompt, trouble)
+        self._pause(jobs, min(_LONGEST_PAUSE, 0.25 * 2**tries))
 
-    def _pause(self, job: Job, seconds: float) -> None:
+    def _pause(self, jobs: Sequence[Job], seconds: float) -> None:
         async def later() -> None:
             await asyncio.sleep(seconds)
-            self._waiting.appendleft(job)
-            self._changed.set()
+            self._return(jobs)
 
         task = asyncio.create_task(later())
         self._pauses.add(task)

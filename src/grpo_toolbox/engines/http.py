@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_toolbox.engines.dialect import FINISHES, Answer, Ask, Incomplete, Served, as_logps, only_for_evaluation
@@ -18,12 +19,17 @@ class HttpDialect:
     logprobs = 1
     """Of how many tokens to ask for at each place; some servers take 0 for none at all."""
 
-    def request(self, ask: Ask) -> tuple[str, dict[str, Any]]:
+    def joins(self, ask: Ask, former: Ask) -> bool:
+        """A request of its own for each: servers number the completions of one request in ways of their own."""
+        return False
+
+    def request(self, asks: Sequence[Ask]) -> tuple[str, dict[str, Any]]:
         """Return OpenAI's request; fields that a server does not know, it skips.
 
         Every sampling option is said, since a server's own defaults (a checkpoint's repetition penalty, top-k) would
         make its log-probs those of another distribution.
         """
+        ask = asks[0]
         sampling = ask.sampling
         body: dict[str, Any] = {
             "model": ask.model,
@@ -41,6 +47,7 @@ class HttpDialect:
             "logprobs": self.logprobs,
             "return_token_ids": True,
             "stop_token_ids": list(ask.stop_ids),
+            "n": len(asks),
         }
         return "/v1/completions", body | self.beside(ask)
 
@@ -54,32 +61,16 @@ class HttpDialect:
         samplers = ["top_k", "top_p", "min_p", "temperature"]
         return {"cache_prompt": True, "samplers": samplers, "repeat_penalty": 1.0}
 
-    def read(self, answer: Any) -> Answer:
+    def read(self, answer: Any) -> list[Answer]:
         """Return ids from `token_ids`, `logprobs.content[].id` or tokens named `token_id:N`, with their log-probs."""
-        choice = answer["choices"][0]
-        told: dict[str, Any] = choice.get("logprobs") or {}
-        logps: list[float | None] | None
-        finish = FINISHES[choice.get("finish_reason")]
-        content = told.get("content")
-        if content is not None:
-            logps = [one["logprob"] for one in content]
-            named = [one["id"] for one in content if "id" in one]
-        else:
-            logps = told.get("token_logprobs")
-            named = _named_ids(told.get("tokens") or [])
-        ids = choice.get("token_ids") or named
-        if finish == "abort" and not ids:
-            return Answer((), (), finish)
-        if not ids:
-            raise only_for_evaluation("token ids")
-        if logps is None:
-            raise only_for_evaluation("log-probs")
-        count = (answer.get("usage") or {}).get("completion_tokens", len(ids))
-        if len(ids) != count:
+        answers = [_read(choice) for choice in sorted(answer["choices"], key=lambda one: int(one.get("index", 0)))]
+        told = sum(len(one.ids) for one in answers)
+        count = (answer.get("usage") or {}).get("completion_tokens", told)
+        if told != count and any(one.finish != "abort" for one in answers):
             raise Incomplete(
-                f"{len(ids)} of {count} tokens were told: llama.cpp leaves out those that end inside a character."
+                f"{told} of {count} tokens were told: llama.cpp leaves out those that end inside a character."
             )
-        return Answer(tuple(map(int, ids)), as_logps(logps), finish)
+        return answers
 
     def served(self, server: Control) -> Served:
         """Return the first of `/v1/models`."""
@@ -99,6 +90,27 @@ class HttpDialect:
         except EngineError:  # not every server has it
             return None
         return [int(one) for one in answer["tokens"]]
+
+
+def _read(choice: dict[str, Any]) -> Answer:
+    told: dict[str, Any] = choice.get("logprobs") or {}
+    logps: list[float | None] | None
+    finish = FINISHES[choice.get("finish_reason")]
+    content = told.get("content")
+    if content is not None:
+        logps = [one["logprob"] for one in content]
+        named = [one["id"] for one in content if "id" in one]
+    else:
+        logps = told.get("token_logprobs")
+        named = _named_ids(told.get("tokens") or [])
+    ids = choice.get("token_ids") or named
+    if finish == "abort" and not ids:
+        return Answer((), (), finish)
+    if not ids:
+        raise only_for_evaluation("token ids")
+    if logps is None:
+        raise only_for_evaluation("log-probs")
+    return Answer(tuple(map(int, ids)), as_logps(logps), finish)
 
 
 def _named_ids(tokens: list[Any]) -> list[int]:

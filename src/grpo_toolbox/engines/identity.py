@@ -84,11 +84,11 @@ class Identity:
 
     def _draw(self, dialect: Dialect, server: Server, row: Row, sampling: Sampling) -> Answer:
         path, body = dialect.request(
-            Ask(server.model, row, sampling.max_new_tokens, 0, sampling, seed=1, stop_ids=self.stop_ids)
+            [Ask(server.model, row, sampling.max_new_tokens, 0, sampling, seed=1, stop_ids=self.stop_ids)]
         )
         answer = server.post(path, body, timeout_s=server.limits.request_timeout_s)
         try:
-            drawn = dialect.read(answer)
+            (drawn,) = dialect.read(answer)
         except (LookupError, TypeError, ValueError) as error:  # whatever answers at that address
             raise Foreign(f"{server.address}{path} answers in another form than {dialect.name}: {error}") from error
         if len(drawn.ids) != len(drawn.logps) or not drawn.ids:

@@ -20,7 +20,7 @@ Drawn = tuple[int, list[int], list[float], Sequence[tuple[int, int]]]
 
 
 class InProcessEngine:
-    """Samples with the policy itself; a kind of engine says in `_draw` how.
+    """Samples in the trainer's process; a kind of engine says in `_draw` how, and with whose weights.
 
     `weights_version` is how many syncs a resumed run has seen before.
     """
@@ -53,7 +53,8 @@ class InProcessEngine:
         """Return `group_size` rollouts per prompt, prompt-major; `on_finished(row, rollout)` hears of each."""
         self._cancelled.clear()
         rollouts: dict[int, Rollout] = {}
-        reader = Reader(self._decode, self._stop_ids, sampling, "processed" if sampling.drawn_logps else "tempered")
+        kind = "processed" if sampling.drawn_logps else self.traits.logps
+        reader = Reader(self._decode, self._stop_ids, sampling, kind)
         device = next(self._model.parameters()).device
         # in the precision of the training forward, or the two would disagree about log-probs
         with (

@@ -19,7 +19,7 @@ from grpo_toolbox.engines.dialect import Dialect, Served
 from grpo_toolbox.engines.dispatch import Dispatch, Job
 from grpo_toolbox.engines.identity import Identity
 from grpo_toolbox.engines.reading import Decode, Reader
-from grpo_toolbox.engines.sampling import row_keys
+from grpo_toolbox.engines.sampling import row_seeds
 from grpo_toolbox.engines.server import Foreign, Refused, Server
 from grpo_toolbox.engines.sync import WeightSync
 from grpo_toolbox.errors import Cancelled, EngineError
@@ -222,18 +222,24 @@ class ServerEngine:
         """Make sure that a server is there, is the right one, and has the run's weights."""
         if not server.healthy():
             raise EngineError(server.trouble)
+        if server in self._known and self._has_version(server):
+            self._has_weights(server)  # whoever states a version of this run's is the process that was asked before
+            return
         served = self._served(server)
         self._identity.check(self._dialect, server, served)
         server.model = served.name if self._sync is None else self._sync.served_as or served.name
         if self._sync is None:
             server.version = 0
-        elif self._sync.version(server) == self._version or (
-            self._version == 0 and self._dialect.untouched(server)
-        ):  # in the second case neither has moved from the checkpoint that both began with
-            server.version = self._version
+        elif self._has_version(server) or (self._version == 0 and self._dialect.untouched(server)):
+            server.version = self._version  # in the second case neither has moved from the checkpoint of both
         else:
             log.warning("%s does not have the weights of version %d: they are sent", server.address, self._version)
             self._push([server])
+
+    def _has_version(self, server: Server) -> bool:
+        """Whether a server states the run's version, asked while nobody sends it weights."""
+        with server.lock:
+            return self._sync is not None and self._sync.version(server) == self._version
 
     def _served(self, server: Server) -> Served:
         """Ask what a server runs; one that comes back must run what it ran before."""
@@ -305,13 +311,8 @@ class _Running:
         await self._dispatch.run(self._jobs)
 
 
-def row_seeds(prompts: Sequence[Prompt], group_size: int, seed: int) -> list[int]:
-    """Return a seed below 2^31 per row; it depends on the call's seed, the prompt and the place in the group alone."""
-    return [int(key) >> 33 for key in row_keys(seed, [prompt.id for prompt in prompts], group_size)]
-
-
 def _jobs(prompts: Sequence[Prompt], group_size: int, seed: int) -> list[Job]:
     return [
         Job(row, row // group_size, prompts[row // group_size].id, prompts[row // group_size].ids, own)
-        for row, own in enumerate(row_seeds(prompts, group_size, seed))
+        for row, own in enumerate(row_seeds(seed, [prompt.id for prompt in prompts], group_size))
     ]

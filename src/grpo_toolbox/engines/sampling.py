@@ -33,6 +33,15 @@ def row_keys(seed: int, prompt_ids: Sequence[int], group_size: int) -> NDArray[n
     return _mix(_mix(_mix(start) ^ ids) ^ places)
 
 
+def row_seeds(seed: int, prompt_ids: Sequence[int], group_size: int) -> list[int]:
+    """Return one seed below 2^31 per row (P·G,) for engines with generators of their own.
+
+    Those of a group follow one another, as vLLM gives them to the completions of one request.
+    """
+    starts = [int(key) >> 33 for key in row_keys(seed, prompt_ids, 1)]
+    return [(start + place) % 2**31 for start in starts for place in range(group_size)]
+
+
 def uniforms(keys: NDArray[np.uint64], positions: int | NDArray[np.int64]) -> Tensor:
     """Return one number of [0, 1) per row (N,) in float64 for the token at `positions`, one for all rows or (N,)."""
     with np.errstate(over="ignore"):

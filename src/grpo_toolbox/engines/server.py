@@ -7,11 +7,14 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:  # nothing of HTTP is loaded before a server is used
+    import ssl
+
     import httpx
 
 
@@ -64,7 +67,9 @@ class Server:
         """Whether it takes requests: reached, known to be the right one, with the run's weights."""
         self.trouble = "it was not asked yet"
         """What was the matter when it was last given up."""
-        self._client = httpx.Client(base_url=self.address, headers=self.headers, timeout=limits.control_timeout_s)
+        self._client = httpx.Client(
+            base_url=self.address, headers=self.headers, timeout=limits.control_timeout_s, verify=trusted()
+        )
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         """Return the JSON that answers GET `path`, None for an empty answer; an outage is tried again for a while."""
@@ -105,6 +110,14 @@ class Server:
         except httpx.RequestError as error:
             raise EngineError(f"{self.address}{path}: {what_failed(error)}.") from error
         return read_answer(self.address + path, response)
+
+
+@cache
+def trusted() -> ssl.SSLContext:
+    """Return the certificates that are trusted: reading them takes a clients' making thirty milliseconds."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 def read_json(place: str, response: httpx.Response) -> Any:

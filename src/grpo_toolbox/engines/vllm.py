@@ -13,11 +13,20 @@ UNTOUCHED = "default"
 
 
 class VllmDialect(HttpDialect):
-    """One request per completion; its prefix cache makes one prefill of a group's."""
+    """One request for the completions of a group, which its prefix cache makes one prefill of."""
 
     name = "vllm"
     logprobs = 0
     """The drawn token alone."""
+
+    def joins(self, ask: Ask, former: Ask) -> bool:
+        """Seeds count up within a request, and a greedy one has one completion."""
+        alike = (ask.ids, ask.max_new_tokens, ask.min_new_tokens) == (
+            former.ids,
+            former.max_new_tokens,
+            former.min_new_tokens,
+        )
+        return alike and ask.seed == former.seed + 1 and ask.sampling.temperature > 0
 
     def beside(self, ask: Ask) -> dict[str, Any]:
         """Let the trainer's stop tokens alone end a completion, and say how early they may come."""

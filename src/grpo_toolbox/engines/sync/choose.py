@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch import nn
 from grpo_toolbox.engines.sync import Control, InFlight, Manner, Stamp, WeightSync, sglang, vllm
 from grpo_toolbox.engines.sync.adapter import AdapterSync
 from grpo_toolbox.engines.sync.full import FolderSync, GroupProcedure, TransferSync
-from grpo_toolbox.engines.sync.groups import GlooGroup, Group, NcclGroup, TorchGroup, own_address
+from grpo_toolbox.engines.sync.groups import Group, NcclGroup, StoreGroup, own_address
 from grpo_toolbox.engines.sync.weights import WeightFolders, choose_folder, is_here
 from grpo_toolbox.errors import ConfigError, EngineError
 from grpo_toolbox.models.lora import has_adapter
@@ -26,6 +26,8 @@ Mode = Literal["auto", "adapter", "folder", "gloo", "nccl"]
 Kind = Literal["vllm", "sglang"]
 GLOO_BACKEND = "toolbox_gloo"
 """What `on_server/toolbox_vllm.py` registers."""
+_BACKENDS: Mapping[str, str] = {"gloo": GLOO_BACKEND, "nccl": "nccl"}
+"""What a vLLM server must have been started for."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class ChosenSync:
         kind, settings, policy = self._kind, self._settings, self._policy
         manner = Manner(self._stamp, settings.in_flight, settings.dtype, settings.timeout_s)
         mode = settings.mode if settings.mode != "auto" else _offered(kind, servers, settings, policy)
+        if kind == "vllm" and mode in _BACKENDS:
+            _check_backend(servers[0], mode)
         log.info("weights go to rollout servers by %s", mode)
         if mode in ("folder", "adapter"):
             needed = 0 if mode == "adapter" else sum(one.nbytes for one in policy.parameters())
@@ -129,6 +133,17 @@ def _backend(server: Control) -> str | None:
         return None
 
 
+def _check_backend(server: Control, mode: Mode) -> None:
+    """Raise EngineError where a server says that it was started for another way."""
+    backend = _backend(server)
+    if backend is not None and backend != _BACKENDS[mode]:
+        raise EngineError(
+            f"rollout.sync.mode={mode}: {server.address} was started for the weight-transfer backend {backend!r}. "
+            f'Start it with --weight-transfer-config \'{{"backend": "{_BACKENDS[mode]}"}}\', or set '
+            "rollout.sync.mode=auto."
+        )
+
+
 def _check(kind: Kind, mode: Mode, policy: nn.Module) -> None:
     if mode == "adapter" and not has_adapter(policy):
         raise ConfigError("rollout.sync.mode=adapter needs model.lora.r above 0: set auto, which sends all weights.")
@@ -149,8 +164,9 @@ def _group_maker(
             return NcclGroup(workers, device)
         address = own_address(settings.address, server)
         if kind == "vllm":
-            return GlooGroup(address, workers, settings.timeout_s)
-        return TorchGroup(mode, address, workers, settings.timeout_s, f"grpo-toolbox-{run}-{next(made)}")
+            return StoreGroup(address, workers, settings.timeout_s)
+        name = f"grpo-toolbox-{run}-{next(made)}"
+        return StoreGroup(address, workers, settings.timeout_s, name=name, backend=mode)
 
     return make
 

@@ -44,46 +44,80 @@ class Group(Protocol):
         ...
 
 
-class GlooGroup:
-    """Tensors over TCP, through processor memory; the other side is `on_server/toolbox_vllm.py`."""
+class StoreGroup:
+    """A group that is formed through a TCP store of the trainer's: tensors go over gloo, or over torch's NCCL.
 
-    def __init__(self, address: str, workers: int, timeout_s: float) -> None:
+    Without a name it is the plain gloo group that `on_server/toolbox_vllm.py` joins, and keeps a checksum; with one,
+    the named group of torch's own that SGLang's workers form.
+    """
+
+    def __init__(
+        self, address: str, workers: int, timeout_s: float, *, name: str | None = None, backend: str = "gloo"
+    ) -> None:
         from torch.distributed import TCPStore
 
         self.checksum: int | None = None
-        self._address = address
-        self._world = workers + 1
+        self._name, self._backend = name, backend
+        self._address, self._world = address, workers + 1
         self._limit = timedelta(seconds=timeout_s)
         self._store = TCPStore(address, 0, is_master=True, timeout=self._limit, wait_for_workers=False)
         self._group: Any = None
+        self._sending = threading.Lock()
 
     def invitation(self) -> dict[str, Any]:
         """Return where the store is, and who the group's ranks are."""
-        return {
+        told = {
             "master_address": self._address,
             "master_port": self._store.port,
             "rank_offset": 1,
             "world_size": self._world,
-            "timeout_s": self._limit.total_seconds(),
         }
+        if self._name is None:
+            return told | {"timeout_s": self._limit.total_seconds()}
+        return told | {"group_name": self._name, "backend": self._backend}
 
     def join(self) -> None:
         """Wait for the workers."""
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
-        self._group = ProcessGroupGloo(PrefixStore("weights", self._store), 0, self._world, timeout=self._limit)
+        if self._name is None:
+            self._group = ProcessGroupGloo(PrefixStore("weights", self._store), 0, self._world, timeout=self._limit)
+        else:
+            self._group = self._named(self._name)
 
     def send(self, weights: Weights) -> None:
         """Broadcast from rank 0."""
-        self.checksum = 0
-        for _, value in weights:
-            here = value.cpu()
-            self._group.broadcast([here], _from_rank_0()).wait()
-            self.checksum = zlib.crc32(here.reshape(-1).view(torch.uint8).numpy().data, self.checksum)
+        checksum = 0
+        with self._sending:
+            for _, value in weights:
+                here: Tensor = value.cpu() if self._backend == "gloo" else value
+                self._group.broadcast([here], _from_rank_0()).wait()
+                if self._name is None:
+                    checksum = zlib.crc32(here.reshape(-1).view(torch.uint8).numpy().data, checksum)
+        self.checksum = checksum if self._name is None else None
 
     def close(self) -> None:
-        """Drop group and store."""
+        """Leave the group."""
+        if self._group is not None and self._name is not None:
+            threading.Thread(target=self._forget, args=(self._group,), daemon=True).start()
         self._group = None
+
+    def _forget(self, group: Any) -> None:
+        """Have torch forget a named group, once a broadcast that nobody answered has come to its time limit."""
+        from torch.distributed import distributed_c10d
+
+        with self._sending:  # torch would wait for it, too, and hold up all other threads
+            distributed_c10d.destroy_process_group(group)
+
+    def _named(self, name: str) -> Any:
+        """Form the group as SGLang does: both sides must go through the same function of torch."""
+        from torch.distributed import Backend, PrefixStore, distributed_c10d
+
+        store, backend = PrefixStore(name, self._store), Backend(self._backend)
+        make: Any = distributed_c10d._new_process_group_helper
+        group, _ = make(self._world, 0, [], backend, store, group_name=name, timeout=self._limit)
+        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self._world)}
+        return group
 
 
 class NcclGroup:
@@ -132,57 +166,6 @@ class NcclGroup:
     def close(self) -> None:
         """Drop the communicator."""
         self._comm = None
-
-
-class TorchGroup:
-    """A named group of torch's own kind, over gloo or NCCL, as SGLang's workers form it."""
-
-    def __init__(self, backend: str, address: str, workers: int, timeout_s: float, name: str) -> None:
-        from torch.distributed import TCPStore
-
-        self.checksum: int | None = None
-        self._name = name
-        self._backend = backend
-        self._address = address
-        self._world = workers + 1
-        self._limit = timedelta(seconds=timeout_s)
-        self._store = TCPStore(address, 0, is_master=True, timeout=self._limit, wait_for_workers=False)
-        self._group: Any = None
-
-    def invitation(self) -> dict[str, Any]:
-        """Return where the store is, and who the group's ranks are."""
-        return {
-            "master_address": self._address,
-            "master_port": self._store.port,
-            "rank_offset": 1,
-            "world_size": self._world,
-            "group_name": self._name,
-            "backend": self._backend,
-        }
-
-    def join(self) -> None:
-        """Wait for the workers; both sides must form the group through the same function of torch."""
-        from torch.distributed import Backend, PrefixStore, distributed_c10d
-
-        store = PrefixStore(self._name, self._store)
-        backend = Backend(self._backend)
-        make: Any = distributed_c10d._new_process_group_helper
-        self._group, _ = make(self._world, 0, [], backend, store, group_name=self._name, timeout=self._limit)
-        distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self._world)}
-
-    def send(self, weights: Weights) -> None:
-        """Broadcast from rank 0."""
-        for _, value in weights:
-            here: Tensor = value.cpu() if self._backend == "gloo" else value
-            self._group.broadcast([here], _from_rank_0()).wait()
-
-    def close(self) -> None:
-        """Forget the group."""
-        from torch.distributed import distributed_c10d
-
-        if self._group is not None:
-            distributed_c10d.destroy_process_group(self._group)
-        self._group = None
 
 
 def together(here: Callable[[], None], there: Callable[[], Any], timeout_s: float) -> Any:

@@ -57,14 +57,16 @@ def join(server: Control, invitation: dict[str, Any], timeout_s: float) -> None:
 
 
 def transfer(server: Control, group: Group, weights: Weights, timeout_s: float) -> None:
-    """Begin, update, end."""
+    """Begin, update, end; also where the update fails, for a session that stays open lets no other begin."""
     told = described(weights)
     body = {"names": told["names"], "dtypes": told["dtype_names"], "shapes": told["shapes"], "flush_cache": False}
     body |= {"group_name": group.invitation()["group_name"]}
     server.post("/begin_weight_update", {}, timeout_s=timeout_s)
-    together(
-        lambda: group.send(weights),
-        lambda: server.post("/update_weights_from_distributed", body, timeout_s=timeout_s),
-        timeout_s,
-    )
-    server.post("/end_weight_update", {}, timeout_s=timeout_s)
+    try:
+        together(
+            lambda: group.send(weights),
+            lambda: server.post("/update_weights_from_distributed", body, timeout_s=timeout_s),
+            timeout_s,
+        )
+    finally:
+        server.post("/end_weight_update", {}, timeout_s=timeout_s)
