@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, linear, silu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_toolbox.models.linear import fast_linear, packed_linear
+from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.onednn import blocked, multiply, suits, works
 from small_models import build
 
@@ -158,7 +159,7 @@ def test_a_gated_mlp_keeps_few_wide_activations_and_gives_the_same_gradients(rec
         return (output, *torch.autograd.grad(output.square().sum(), (leaf, *mlp.parameters()))), sum(kept.values())
 
     plain, wide = gradients(torch.enable_grad())
-    ours, narrow = gradients(fast_linear(mlp, recompute=recompute))
+    ours, narrow = gradients(fast_linear(mlp, Shelf(recompute_mlp=recompute)))
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
     assert (wide, narrow) == (260 + 4 * 300, 260 + wide_kept * 300)

@@ -17,6 +17,7 @@ from grpo_toolbox.batch import Batch
 from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.linear import fast_linear
 from grpo_toolbox.models.norms import _RMSNorm, norm_forward
+from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.onednn import works
 from small_models import build
 
@@ -40,7 +41,7 @@ def test_by_hand():
     = (0.512, −0.384, 0, 0); ∂w = (1.2, 0, 0, 0).
     """
     x, weight = torch.tensor([[3.0, 4.0, 0.0, 0.0]]).requires_grad_(), torch.full((4,), 2.0).requires_grad_()
-    y, _ = _RMSNorm.apply(x, weight, 0.0)
+    y, _ = _RMSNorm.apply(x, weight, 0.0, x.detach())
     torch.testing.assert_close(y, torch.tensor([[2.4, 3.2, 0.0, 0.0]]))
     of_x, of_weight = torch.autograd.grad(y[0, 0], (x, weight))
     torch.testing.assert_close(of_x, torch.tensor([[0.512, -0.384, 0.0, 0.0]]))
@@ -49,7 +50,7 @@ def test_by_hand():
 
 def test_finite_differences_agree():
     x, weight = states(3, 5).double().requires_grad_(), states(5).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, weight: _RMSNorm.apply(x, weight, 1e-3)[0], (x, weight))
+    assert torch.autograd.gradcheck(lambda x, weight: _RMSNorm.apply(x, weight, 1e-3, x.detach())[0], (x, weight))
 
 
 def gradients(norm: nn.Module, layer: nn.Module, x: Tensor, block: Any) -> tuple[Tensor, ...]:
@@ -83,27 +84,40 @@ class Centred(LlamaRMSNorm):
 
 @pytest.mark.parametrize("other", [gemma_norm(), nn.LayerNorm(WIDTH), Centred(WIDTH), llama_norm(8)])
 def test_other_norms_and_narrow_ones_are_left_alone(other):
-    assert norm_forward(other) is None
+    assert norm_forward(other, Shelf()) is None
 
 
 @pytest.mark.parametrize("norm", [llama_norm(), nn.RMSNorm(WIDTH, eps=1e-5)])
 def test_two_kinds_are_known(norm):
-    assert norm_forward(norm) is not None
+    assert norm_forward(norm, Shelf()) is not None
 
 
 @contextmanager
 def counted(kept: dict[int, int]) -> Iterator[None]:
-    """Bytes that are kept for backward, by the storage they lie in."""
+    """Bytes that are kept for backward, by where they begin."""
 
     def keep(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[saved.data_ptr()] = saved.nbytes
         alive.append(saved)
         return saved
 
     alive: list[Tensor] = []
     with saved_tensors_hooks(keep, lambda saved: saved):
         yield
+
+
+class Counted(Shelf):
+    """Writes down what is put on it."""
+
+    def __init__(self, kept: dict[int, int], recompute_mlp: bool) -> None:
+        super().__init__(recompute_mlp=recompute_mlp)
+        self._kept = kept
+
+    def put(self, x: Tensor) -> Tensor:
+        """Count it where it stands."""
+        copy = super().put(x)
+        self._kept[copy.data_ptr()] = copy.nbytes
+        return copy
 
 
 @pytest.mark.skipif(not works(), reason="torch was built without oneDNN's operators")
@@ -123,10 +137,10 @@ def test_what_a_decoder_layer_keeps_per_token(recompute, wide):
         rows = tuple(tuple(tokens[9 * row : 9 * row + 33]) for row in range(8))
         mask, zeros = torch.ones(8, 33, dtype=torch.bool), torch.zeros(8, 33)
         batch = Batch((tuple(tokens[:400]),), (0,) * 8, rows, mask, zeros[:, :1], zeros)
-        held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        held = {parameter.data_ptr() for parameter in model.parameters()}
         kept: dict[int, int] = {}
         with counted(kept):
-            completion_logps(model, batch, temperature=1.0, packed=True, recompute_mlp=recompute)
+            completion_logps(model, batch, temperature=1.0, packed=True, shelf=Counted(kept, recompute))
         return sum(size for place, size in kept.items() if place not in held)
 
     positions = 400 + 8 * 32

@@ -35,7 +35,7 @@ class UpdateSettings:
     micro_batch_tokens: int = 1024
     max_grad_norm: float = 1.0
     packed: bool = True
-    recompute_mlp: bool = True
+    recompute_mlp: bool = False
     """Compute the wide activations of gated MLPs again in backward instead of keeping them."""
     skip_zero_advantage: bool = True
     """Leave out rows of exactly zero advantage where the objective allows it: same gradient, less work."""

@@ -22,6 +22,7 @@ from grpo_toolbox.meter import Meter
 from grpo_toolbox.mismatch import MismatchMeter
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
+from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Rollout
@@ -61,6 +62,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
     shown = {} if bool(batch.mask[rows].any()) else _sampler_metrics(run, rollouts, number)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
+    shelf = Shelf(recompute_mlp=run.settings.recompute_mlp)
     run.policy.train()
     for epoch in range(epochs):
         meter.begin_pass()
@@ -70,10 +72,8 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
             hand_back_freed_memory()
         lay_out(parameters)
         for index, micro in enumerate(micros):
-            if large:
-                hand_back_freed_memory()
             with balance.watching(micro), in_place():
-                logps, entropy = policy_logps(run, micro)
+                logps, entropy = policy_logps(run, micro, shelf)
             loss, terms = loss_and_terms(
                 objective,
                 logps=logps,
@@ -90,6 +90,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
             loss = loss + balance.loss()
             with in_place():
                 loss.backward()
+            shelf.clear()
             meter.add(loss, terms | {"entropy": entropy.detach()}, micro.advantages, micro.mask)
             if epoch == 0:
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
@@ -169,12 +170,12 @@ def _logps_now(run: Run, micro: Batch) -> Tensor:
         return policy_logps(run, micro)[0]
 
 
-def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
+def policy_logps(run: Run, micro: Batch, shelf: Shelf | None = None) -> tuple[Tensor, Tensor]:
     """Return the policy's log-probs and entropies (B, T) at the sampling temperature."""
-    return _logps(run, run.policy, micro)
+    return _logps(run, run.policy, micro, shelf)
 
 
-def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
+def _logps(run: Run, model: nn.Module, micro: Batch, shelf: Shelf | None = None) -> tuple[Tensor, Tensor]:
     with autocast(run.device, run.settings.autocast):
         rows, place = _forwarded(run, micro)
         both = completion_logps(
@@ -182,7 +183,7 @@ def _logps(run: Run, model: nn.Module, micro: Batch) -> tuple[Tensor, Tensor]:
             rows,
             temperature=run.sampling.temperature or 1.0,
             packed=run.settings.packed,
-            recompute_mlp=run.settings.recompute_mlp,
+            shelf=shelf,
         )
     return both if place is None else (both[0][place], both[1][place])
 

@@ -322,7 +322,7 @@ class TrainerConfig:
     """With each refresh the moments of the policy's optimizer start from zero (ProRL)."""
     packing: bool = True
     """Forward each prompt once and no padding; models that cannot are padded and say so."""
-    recompute_mlp: bool = True
+    recompute_mlp: bool = False
     """Compute the wide activations of gated MLPs twice instead of keeping them for backward, in float32 on a processor:
     a third less memory for activations, about a tenth more time."""
     skip_zero_advantage: bool = True

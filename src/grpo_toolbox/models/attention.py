@@ -15,9 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+
+from grpo_toolbox.models.shelf import Shelf
 
 ATTENTION_NAME = "grpo_toolbox"
 _WORTH_RECOMPUTING = 2**17
@@ -116,12 +119,11 @@ class PackedLayout:
     mask: Tensor
     """(B, 1, T, S + T) True where a completion token may look."""
     prompt_source: Tensor
-    """(n,) flat places in (U, S) that hold real tokens, and `prompt_target` (n,) their position in the sequence."""
-    prompt_target: Tensor
+    """(n,) flat places in (U, S) that hold real tokens, in the order of the sequence."""
     completion_source: Tensor
-    completion_target: Tensor
-    recompute: bool = field(default=True, kw_only=True)
-    """Whether backward gathers the views again, each row's copy of its prompt among them, instead of keeping them."""
+    """(m,) the same in (B, T)."""
+    shelf: Shelf | None = field(default=None, kw_only=True)
+    """With one backward gathers the views again, each row's copy of its prompt among them, from what is put on it."""
 
     @property
     def span(self) -> int:
@@ -130,25 +132,25 @@ class PackedLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return (1, N, heads, D) for the packed sequence of `query` (1, heads, N, D), `key`, `value` (1, kv, N, D)."""
-        if not (self.recompute and torch.is_grad_enabled() and query.numel() >= _WORTH_RECOMPUTING):
+        if not (self.shelf is not None and torch.is_grad_enabled() and query.numel() >= _WORTH_RECOMPUTING):
             return self._attend(query, key, value, scaling)
-        output: Tensor = checkpoint(
-            self._attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False
-        )
+        with saved_tensors_hooks(self.shelf.put, lambda put: put):
+            output: Tensor = checkpoint(
+                self._attend, query, key, value, scaling, use_reentrant=False, preserve_rng_state=False
+            )
         return output
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
         prompt_k, prompt_v = _padded(k, self.prompt_index), _padded(v, self.prompt_index)  # (U, kv, S, D)
         prompts = grouped_attention(_padded(q, self.prompt_index), prompt_k, prompt_v, None, scaling)
-        output = q.new_zeros(*q.shape[:2], v.shape[-1])
-        output = output.index_copy(0, self.prompt_target, _flat(prompts)[self.prompt_source])
+        parts = [_flat(prompts)[self.prompt_source]]
         if self.completion_index.shape[1] > 0:
             keys = torch.cat([prompt_k[self.group], _padded(k, self.completion_index)], dim=2)  # (B, kv, S + T, D)
             values = torch.cat([prompt_v[self.group], _padded(v, self.completion_index)], dim=2)
             rows = grouped_attention(_padded(q, self.completion_index), keys, values, self.mask, scaling)
-            output = output.index_copy(0, self.completion_target, _flat(rows)[self.completion_source])
-        return output.unsqueeze(0)
+            parts.append(_flat(rows)[self.completion_source])
+        return torch.cat(parts).unsqueeze(0)  # as the sequence has them: prompts, then completions
 
 
 def _padded(states: Tensor, index: Tensor) -> Tensor:
@@ -162,7 +164,12 @@ def _flat(states: Tensor) -> Tensor:
 
 
 def packed_layout(
-    prompt_lengths: list[int], completion_lengths: list[int], group: list[int], device: Any, *, recompute: bool = True
+    prompt_lengths: list[int],
+    completion_lengths: list[int],
+    group: list[int],
+    device: Any,
+    *,
+    shelf: Shelf | None = None,
 ) -> PackedLayout:
     """Lay out U prompts and then B completions, one behind the other, as one sequence without padding."""
     lengths = torch.tensor([*prompt_lengths, *completion_lengths])
@@ -178,9 +185,9 @@ def packed_layout(
         width, dtype=torch.bool
     )  # padding sees itself: no NaN
     mask = torch.cat([sees_prompt, sees_itself], dim=2).unsqueeze(1)
-    parts = (prompt_index, completion_index, owner, mask, *_scatter(prompt_index, prompt_real))
-    tensors = (part.to(device) for part in (*parts, *_scatter(completion_index, completion_real)))
-    return PackedLayout(*tensors, recompute=recompute)
+    sources = [real.flatten().nonzero().squeeze(1) for real in (prompt_real, completion_real)]
+    tensors = (part.to(device) for part in (prompt_index, completion_index, owner, mask, *sources))
+    return PackedLayout(*tensors, shelf=shelf)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +195,3 @@ def _places(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     steps = torch.arange(int(lengths.max()) if len(lengths) else 0)
     real = steps < lengths.unsqueeze(1)
     return torch.where(real, starts.unsqueeze(1) + steps, 0), real
-
-
-def _scatter(index: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    return real.flatten().nonzero().squeeze(1), index[real]

@@ -17,6 +17,7 @@ from grpo_toolbox.gradients import goes_in_place, looked_up
 from grpo_toolbox.models.attention import Layout, layout_attention, packed_layout
 from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.models.linear import fast_linear
+from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
 
 FLOAT32_ROUNDING = 1e-3
@@ -27,11 +28,14 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def completion_logps(
-    model: nn.Module, batch: Batch, *, temperature: float, packed: bool, recompute_mlp: bool = True
+    model: nn.Module, batch: Batch, *, temperature: float, packed: bool, shelf: Shelf | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies (B, T) in nats of the batch's completions at `temperature`; zeros off the mask."""
+    """Return log-probs and entropies (B, T) in nats of the batch's completions at `temperature`; zeros off the mask.
+
+    What backward needs of a packed pass is put on `shelf`, which must stay as it is until then.
+    """
     plain = plain_model(model)
-    return _packed(plain, batch, temperature, recompute_mlp) if packed else _padded(plain, batch, temperature)
+    return _packed(plain, batch, temperature, shelf or Shelf()) if packed else _padded(plain, batch, temperature)
 
 
 @contextmanager
@@ -67,19 +71,20 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:
     """Return the last hidden state (N, H) that predicts each token of the completions, row after row."""
-    return (_packed_hidden if packed else _padded_hidden)(plain_model(model), batch)
+    plain = plain_model(model)
+    return _packed_hidden(plain, batch, Shelf()) if packed else _padded_hidden(plain, batch)
 
 
-def _packed(model: Any, batch: Batch, temperature: float, recompute_mlp: bool) -> tuple[Tensor, Tensor]:
+def _packed(model: Any, batch: Batch, temperature: float, shelf: Shelf) -> tuple[Tensor, Tensor]:
     targets = torch.tensor([token for row in batch.completions for token in row], device=batch.mask.device)
-    hidden = _packed_hidden(model, batch, recompute_mlp)
+    hidden = _packed_hidden(model, batch, shelf)
     head = _plain_head(model)
     in_float32 = isinstance(head, Float32Head)
     logps, entropy = head_logps_and_entropy(hidden, head.weight, targets, temperature, in_float32=in_float32)
     return spread(logps, batch), spread(entropy, batch)
 
 
-def _packed_hidden(model: Any, batch: Batch, recompute_mlp: bool = True) -> Tensor:
+def _packed_hidden(model: Any, batch: Batch, shelf: Shelf) -> Tensor:
     device = batch.mask.device
     heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
     prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
@@ -89,14 +94,19 @@ def _packed_hidden(model: Any, batch: Batch, recompute_mlp: bool = True) -> Tens
         positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
     # a layer that is computed twice as a whole need not compute parts of it thrice
     again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    layout = _layout(prompt_lengths, lengths, list(batch.group), device, recompute=not again)
-    with layout_attention(model), fast_linear(model, recompute=recompute_mlp and not again):
+    if again:
+        shelf = Shelf(closed=True)
+    layout = _layout(prompt_lengths, lengths, list(batch.group), device, None if again else shelf)
+    with layout_attention(model), fast_linear(model, shelf):
         hidden = decoder(model)(
             **_inputs(model, torch.tensor([ids], device=device)),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]  # (N, H)
+    if hidden.requires_grad:
+        shelf.tidy()
+        hidden.register_hook(lambda _: shelf.tidy())  # the head's probabilities are gone by then
     return hidden[_predictors(batch, prompt_lengths, lengths).to(device)]
 
 
@@ -111,14 +121,14 @@ def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 def _layout(
-    prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device, *, recompute: bool
+    prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device, shelf: Shelf | None
 ) -> Layout:
     if device.type == "cuda":
         from grpo_toolbox.models.flex import flex_layout, flex_works
 
         if flex_works(device):
             return flex_layout(prompt_lengths, lengths, group, device)
-    return packed_layout(prompt_lengths, lengths, group, device, recompute=recompute)
+    return packed_layout(prompt_lengths, lengths, group, device, shelf=shelf)
 
 
 def decoder(model: Any) -> Any:

@@ -17,18 +17,21 @@ from torch.nn.functional import linear, silu
 
 from grpo_toolbox.gradients import product
 from grpo_toolbox.models.norms import again, kept, norm_forward
+from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.onednn import blocked, multiply, suits
 
 
 @contextmanager
-def fast_linear(model: nn.Module, *, recompute: bool = True) -> Iterator[None]:
+def fast_linear(model: nn.Module, shelf: Shelf | None = None) -> Iterator[None]:
     """Run the large linear layers of `model` through oneDNN inside the block, gradients included.
 
     What can be had again cheaply is not kept for backward: what norms return, and two of the four wide activations of
-    gated MLPs whose three layers are plain; with `recompute` the other two neither, at the price of two products.
+    gated MLPs whose three layers are plain; where the `shelf` says so the other two neither, at the price of two
+    products. The rest stands on the shelf.
     """
-    gated = partial(_gated, recompute=recompute)
-    with replaced_forwards(model, _fast, gated, norm_forward):
+    shelf = shelf or Shelf()
+    fast, norm = partial(_fast, shelf=shelf), partial(norm_forward, shelf=shelf)
+    with replaced_forwards(model, fast, partial(_gated, shelf=shelf), norm):
         yield
 
 
@@ -66,12 +69,12 @@ def merged_layers(
 Forward = Callable[[Tensor], Any]
 
 
-def _fast(module: nn.Module) -> Forward | None:
-    return _FastForward(module) if type(module) is nn.Linear and suits(module.weight) else None
+def _fast(module: nn.Module, *, shelf: Shelf) -> Forward | None:
+    return _FastForward(module, shelf) if type(module) is nn.Linear and suits(module.weight) else None
 
 
-def _gated(module: nn.Module, *, recompute: bool) -> Forward | None:
-    return _GatedForward(module, recompute) if _is_gated_mlp(module) else None
+def _gated(module: nn.Module, *, shelf: Shelf) -> Forward | None:
+    return _GatedForward(module, shelf) if _is_gated_mlp(module) else None
 
 
 @torch.no_grad()
@@ -92,15 +95,15 @@ def _whole(module: Any) -> tuple[Tensor | None, Tensor | None]:
 class _FastForward:
     """What a linear layer does in place of its own `forward`."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
+    def __init__(self, module: nn.Linear, shelf: Shelf) -> None:
+        self._module, self._shelf = module, shelf
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
         if not _is_plain(x):
             return linear(x, weight, bias)
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            output: Tensor = _Linear.apply(x, weight, bias)
+            output: Tensor = _Linear.apply(x, weight, bias, self._shelf)
             return output
         return multiply(x, weight, bias)
 
@@ -123,28 +126,29 @@ class _Linear(torch.autograd.Function):
     """y = x·Wᵀ + b; ∂x = ∂y·W by oneDNN, ∂W = ∂yᵀ·x by torch, which is the faster one there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shelf: Shelf) -> Tensor:
         # a frozen weight has no gradient, and nothing else needs the input
-        ctx.save_for_backward(weight, *(kept(x) if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(weight, *(kept(x, shelf) if ctx.needs_input_grad[1] else ()))
         return multiply(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *parts = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         grad_x = multiply(grad, weight.T) if wants_x else None
         rows = grad.flatten(0, -2)
         grad_weight = product(weight, rows.T, again(parts).flatten(0, -2)) if wants_weight else None
-        return grad_x, grad_weight, rows.sum(dim=0) if wants_bias else None
+        return grad_x, grad_weight, rows.sum(dim=0) if wants_bias else None, None
 
 
 class _Gated(torch.autograd.Function):
     """y = D·(silu(G·x) ∘ U·x): keeps x, and G·x and U·x unless they are to be computed again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, recompute: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, shelf: Shelf) -> Tensor:
         gated, raised = multiply(x, gate), multiply(x, up)
-        ctx.save_for_backward(gate, up, down, *((None, None) if recompute else (gated, raised)), *kept(x))
+        wide = (None, None) if shelf.recompute_mlp else (shelf.put(gated), shelf.put(raised))
+        ctx.save_for_backward(gate, up, down, *wide, *kept(x, shelf))
         return multiply(silu(gated).mul_(raised), down)
 
     @staticmethod
@@ -169,8 +173,8 @@ class _Gated(torch.autograd.Function):
 class _GatedForward:
     """What a gated MLP does in place of its own `forward` while gradients are wanted."""
 
-    def __init__(self, module: Any, recompute: bool) -> None:
-        self._module, self._recompute = module, recompute
+    def __init__(self, module: Any, shelf: Shelf) -> None:
+        self._module, self._shelf = module, shelf
 
     def __call__(self, x: Tensor) -> Any:
         module = self._module
@@ -178,7 +182,7 @@ class _GatedForward:
             kind: Any = type(module)
             return kind.forward(module, x)
         weights = (module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)
-        return _Gated.apply(x, *weights, self._recompute)
+        return _Gated.apply(x, *weights, self._shelf)
 
 
 def _is_gated_mlp(module: Any) -> bool:
@@ -200,7 +204,7 @@ def _computes_a_gated_mlp(kind: Any, module: Any) -> bool:
             theirs = kind.forward(module, x)
         except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes more than hidden states
             theirs = torch.full((), torch.nan)
-        ours = _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, True)
+        ours = _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, Shelf())
         same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-4 * float(ours.abs().max()))
         _TRIED[kind] = same
     return _TRIED[kind]

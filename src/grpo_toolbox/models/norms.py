@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_toolbox.models.shelf import Shelf
+
 _WORTH_FUSING = 256
 """Norms over fewer numbers are left to the model: calling through Python costs more than is gained."""
 
@@ -24,10 +26,10 @@ class _Normed(NamedTuple):
     weight: Tensor
 
 
-def kept(y: Tensor) -> tuple[Tensor, ...]:
-    """Return what to keep in place of `y`, which is `y` itself unless a norm of ours made it."""
+def kept(y: Tensor, shelf: Shelf) -> tuple[Tensor, ...]:
+    """Return what to keep in place of `y`: where a norm of ours took it from, or else `y` on the shelf."""
     source: _Normed | None = getattr(y, "normed_from", None)
-    return (y,) if source is None else source
+    return (shelf.put(y),) if source is None else source
 
 
 def again(parts: Sequence[Tensor]) -> Tensor:
@@ -42,27 +44,27 @@ class _RMSNorm(torch.autograd.Function):
     """∂x = s·(g − x̂·mean(g∘x̂)) with g = ∂y∘w and x̂ = x·s; ∂w = Σ ∂y∘x̂ over all states."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, again: Tensor) -> tuple[Tensor, Tensor]:
         scale = torch.linalg.vecdot(x, x).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, scale, weight)
+        ctx.save_for_backward(again, scale, weight)
         ctx.mark_non_differentiable(scale)
         return (x * scale).mul_(weight), scale
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, scale, weight = ctx.saved_tensors
         normal = x * scale
         grad_weight = (grad * normal).flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
         inner = grad * weight
         mean = torch.linalg.vecdot(inner, normal).unsqueeze(-1).div_(x.shape[-1])
-        return inner.addcmul_(normal, mean, value=-1).mul_(scale), grad_weight, None
+        return inner.addcmul_(normal, mean, value=-1).mul_(scale), grad_weight, None, None
 
 
 class _NormForward:
     """What an RMS norm does in place of its own `forward` while gradients are wanted."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._eps = module, _epsilon(module)
+    def __init__(self, module: Any, shelf: Shelf) -> None:
+        self._module, self._eps, self._shelf = module, _epsilon(module), shelf
 
     def __call__(self, x: Tensor) -> Any:
         module = self._module
@@ -70,18 +72,19 @@ class _NormForward:
         if not (plain and torch.is_grad_enabled()):
             kind: Any = type(module)
             return kind.forward(module, x)
-        y, scale = _RMSNorm.apply(x, module.weight, self._eps)
-        y.normed_from = _Normed(x.detach(), scale, module.weight)
+        source = self._shelf.put(x).detach()
+        y, scale = _RMSNorm.apply(x, module.weight, self._eps, source)
+        y.normed_from = _Normed(source, scale, module.weight)
         return y
 
 
-def norm_forward(module: nn.Module) -> _NormForward | None:
+def norm_forward(module: nn.Module, shelf: Shelf) -> _NormForward | None:
     """Return what to run in place of `module`, where that is a wide RMS norm in float32 on a processor."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or not isinstance(_epsilon(module), float):
         return None
     wide = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _WORTH_FUSING
-    return _NormForward(module) if wide and _computes_an_rms_norm(type(module), module) else None
+    return _NormForward(module, shelf) if wide and _computes_an_rms_norm(type(module), module) else None
 
 
 def _epsilon(module: Any) -> Any:
@@ -101,6 +104,6 @@ def _computes_an_rms_norm(kind: Any, module: Any) -> bool:
             theirs = kind.forward(module, x)
         except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes more than hidden states
             theirs = torch.full((), torch.nan)
-        ours, _ = _RMSNorm.apply(x, module.weight, _epsilon(module))
+        ours, _ = _RMSNorm.apply(x, module.weight, _epsilon(module), x)
         _TRIED[kind] = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     return _TRIED[kind]
