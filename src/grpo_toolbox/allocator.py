@@ -30,7 +30,7 @@ def hand_back_freed_memory() -> None:
     """Give the kernel every page that only freed memory lies on, holes included (Linux with glibc).
 
     Tensors of the next phase are of other sizes and do not fit into the holes of the last one. Clearing the pages anew
-    costs about a tenth of a second per GiB.
+    costs about half a second per GiB.
     """
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
