@@ -28,13 +28,41 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def save_chat_model(folder: Path, positions: int = 2048) -> str:
+def save_chat_model(folder: Path, positions: int = 2048, width: int = 16) -> str:
     """Save the model with its tokenizer; returns the folder. It has the names of layers of Qwen's models."""
     tokenizer = chat_tokenizer()
+    model = _qwen(tokenizer, positions, width)
+    with torch.no_grad():  # one place of the stream is alike behind every token: an end comes after some twenty
+        model.model.embed_tokens.weight[:, 0] = 0.05
+        model.lm_head.weight[tokenizer.eos_token_id, 0] = 1.2
+    return _saved(model, tokenizer, folder)
+
+
+def save_quick_learner(folder: Path, faster: float = 1e4) -> str:
+    """Save a model that a learning rate of 1e-6 moves, and whose vocabulary has whole answers in it.
+
+    Its last norm is `faster` times as large and its head as much smaller: the same logits, each of which a step of Adam
+    moves by as much more. What it says is mostly of a few words, behind any word alike.
+    """
+    tokenizer = chat_tokenizer()
+    words = [f"\\boxed{{{number}}}" for number in range(2, 6)]
+    tokenizer.add_tokens(words)
+    model = _qwen(tokenizer, 2048, 32)
+    said = tokenizer.convert_tokens_to_ids([*words, "<|im_end|>"])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.5  # what all contexts have in common
+        model.lm_head.weight[:, 0] = -2.0
+        model.lm_head.weight[said, 0] = 0.0
+        model.model.norm.weight.mul_(faster)
+        model.lm_head.weight.div_(faster)
+    return _saved(model, tokenizer, folder)
+
+
+def _qwen(tokenizer: PreTrainedTokenizerFast, positions: int, width: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -46,9 +74,10 @@ def save_chat_model(folder: Path, positions: int = 2048) -> str:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] += 0.05  # ends come before the limit of hundreds of tokens
+        return Qwen2ForCausalLM(config)
+
+
+def _saved(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

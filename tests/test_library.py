@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import subprocess
@@ -186,10 +187,24 @@ def test_vllm_is_a_server_or_the_engine_of_this_process() -> None:
     assert correction == {"correction": "sequence_mask", "correction_min": 0.0, "correction_max": 3.0}
     plain = run_config(GRPOConfig(use_vllm=True, vllm_mode="server", vllm_importance_sampling_correction=False))
     assert plain.objective["correction"] == "none"
-    there = GRPOConfig(use_vllm=True)
-    here, _, _, notes = translate(there, model={"model.path": "builtin:tiny"}, rows=10, evaluates=False)
-    assert here.rollout.engine == "local"
-    assert "in the trainer's process by rollout.engine=local" in notes[0]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_colocated_vllm_is_vllm_where_it_is_and_the_engine_of_this_process_elsewhere(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    sizes = {"vllm_gpu_memory_utilization": 0.5, "vllm_max_model_length": 900, "vllm_tensor_parallel_size": 2}
+    args = GRPOConfig(use_vllm=True, **sizes)
+    made, _, _, notes = translate(args, model={"model.path": "builtin:tiny"}, rows=10, evaluates=False)
+    vllm = made.rollout.vllm
+    given = (vllm.mode, vllm.gpu_memory_utilization, vllm.max_model_len, vllm.tensor_parallel_size, vllm.sleep)
+    if installed:
+        assert (made.rollout.engine, *given) == ("vllm", "colocate", 0.5, 900, 2, False)
+        assert (made.objective["correction"], notes) == ("sequence_mask", [])
+    else:
+        assert made.rollout.engine == "local"
+        assert "in the trainer's process by rollout.engine=local" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -112,15 +112,17 @@ def _with_policy_loss(run: Run, found: dict[str, float]) -> dict[str, float]:
 
 
 def _sampler_metrics(run: Run, rollouts: Sequence[Rollout], number: int) -> dict[str, float]:
-    """Measure the engine where no row is trained, on as many rollouts as one micro-batch holds, all that they wrote."""
-    meter = MismatchMeter()
+    """Measure engine and entropy where no row is trained, on as many rollouts as a micro-batch holds, whole."""
+    meter, shown = MismatchMeter(), {}
     if rollouts:
         batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
         wrote = batch.mask.any(dim=1).nonzero().squeeze(1).tolist()
         for rows in micro_batches(batch, wrote, run.settings.micro_batch_tokens)[:1]:
             micro = batch.select(rows).to(run.device)
-            meter.add(_logps_now(run, micro), micro.sampler_logps, micro.mask, _ages(micro, number))
-    return meter.metrics()
+            logps, entropy = _as_sampled(run, micro)
+            meter.add(logps, micro.sampler_logps, micro.mask, _ages(micro, number))
+            shown = {"entropy": float(entropy[micro.mask].mean())}
+    return shown | meter.metrics()
 
 
 def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
@@ -141,7 +143,7 @@ def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
     for rows in micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens):
         micro = _with_reference(run, batch.select(rows).to(run.device), always=True)
         assert micro.ref_logps is not None
-        logps = micro.sampler_logps if run.generation.reuse_logps else _logps_now(run, micro)
+        logps = micro.sampler_logps if run.generation.reuse_logps else _as_sampled(run, micro)[0]
         taken = kl_penalty(run.controlled_objective(), logps, micro.ref_logps, micro.mask)
         taken = torch.where(micro.mask, taken, torch.nan).cpu()
         penalty[torch.tensor(rows), : taken.shape[1]] = taken
@@ -152,7 +154,7 @@ def trainer_logps(run: Run, batch: Batch) -> Tensor:
     """Return the log-probs (B, T) of the policy as it is now, without gradient, zeros for rows that are not trained."""
     logps = torch.zeros(batch.mask.shape)
     for rows in micro_batches(batch, _trained_rows(run, batch), run.settings.micro_batch_tokens):
-        found = _logps_now(run, batch.select(rows).to(run.device)).cpu()
+        found = _as_sampled(run, batch.select(rows).to(run.device))[0].cpu()
         logps[torch.tensor(rows), : found.shape[1]] = found
     return logps
 
@@ -164,10 +166,10 @@ def _trained_rows(run: Run, batch: Batch) -> list[int]:
 
 
 @torch.no_grad()
-def _logps_now(run: Run, micro: Batch) -> Tensor:
-    """Return log-probs (B, T) of the policy as it samples: without gradient, and without dropout."""
+def _as_sampled(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies (B, T) of the policy as it samples: without gradient, and without dropout."""
     with eval_mode(run.policy):
-        return policy_logps(run, micro)[0]
+        return policy_logps(run, micro)
 
 
 def policy_logps(run: Run, micro: Batch, shelf: Shelf | None = None) -> tuple[Tensor, Tensor]:

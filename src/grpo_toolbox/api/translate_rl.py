@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -84,12 +85,7 @@ def vllm_keys(args: Any, notes: list[str]) -> dict[str, Any]:
     if not args.use_vllm:
         return {}
     if args.vllm_mode == "colocate":
-        notes.append(
-            "use_vllm=True with vllm_mode='colocate': completions are sampled in the trainer's process by "
-            "rollout.engine=local, on the trainer's own weights, each prompt prefilled once for its group; vLLM's own "
-            "settings have no effect on it. vllm_mode='server' samples by vLLM."
-        )
-        return {"rollout.engine": "local"}
+        return _colocated_keys(args, notes)
     if args.vllm_mode != "server":
         raise unknown_option("vllm_mode", args.vllm_mode, ("colocate", "server"))
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
@@ -97,6 +93,26 @@ def vllm_keys(args: Any, notes: list[str]) -> dict[str, Any]:
         "rollout.engine": "vllm",
         "rollout.server.urls": [args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"],
         "rollout.server.start_timeout_s": args.vllm_server_timeout,
+        **_correction_keys(args),
+    }
+
+
+def _colocated_keys(args: Any, notes: list[str]) -> dict[str, Any]:
+    """Return vLLM in the trainer's process, or the process's own engine where there is no vLLM beside it."""
+    if importlib.util.find_spec("vllm") is None:
+        notes.append(
+            "use_vllm=True with vllm_mode='colocate', and vllm is not installed here: completions are sampled in the "
+            "trainer's process by rollout.engine=local, on the trainer's own weights, each prompt prefilled once for "
+            "its group; vLLM's settings have no effect on it. vllm_mode='server' samples by a vLLM of its own."
+        )
+        return {"rollout.engine": "local"}
+    return {
+        "rollout.engine": "vllm",
+        "rollout.vllm.mode": "colocate",
+        "rollout.vllm.gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "rollout.vllm.max_model_len": args.vllm_max_model_length,
+        "rollout.vllm.tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "rollout.vllm.sleep": args.vllm_enable_sleep_mode,
         **_correction_keys(args),
     }
 

@@ -12,7 +12,7 @@ BATCHES_CONTINUOUSLY = "the engine in this process decodes so by itself"
 TOOLS_LATER = "nothing yet: tools and environments come later"
 PICTURES_LATER = "pictures come later"
 SERVER = "how weights travel is the engine's own business"
-OWN_ENGINE = "a server is told where it is started, and colocated the engine of this process takes vLLM's place"
+COLOCATED = "colocated; a server is told where it is started"
 
 
 def _zero(value: float | None) -> float:
@@ -72,10 +72,14 @@ RL_FIELDS: tuple[Field, ...] = (
     accepted("cache_implementation", Text, None, "the engine has a cache of its own"),
     joint("use_vllm", bool, False, "rollout.engine", "with vllm_mode"),
     joint(
-        "vllm_mode", str, "colocate", "rollout.engine", "server: vllm; colocate: local, which samples in this process"
+        "vllm_mode",
+        str,
+        "colocate",
+        "rollout.engine rollout.vllm.mode",
+        "colocated without vLLM in this environment: local, which samples in this process",
     ),
-    accepted("vllm_model_impl", str, "vllm", OWN_ENGINE),
-    accepted("vllm_enable_sleep_mode", bool, False, OWN_ENGINE),
+    accepted("vllm_model_impl", str, "vllm", "vLLM chooses its own implementation of a model, or transformers'"),
+    joint("vllm_enable_sleep_mode", bool, False, "rollout.vllm.sleep", COLOCATED),
     refused(
         "vllm_structured_outputs_regex",
         Text,
@@ -87,9 +91,9 @@ RL_FIELDS: tuple[Field, ...] = (
     joint("vllm_server_port", int, 8000, "rollout.server.urls"),
     joint("vllm_server_timeout", float, 240.0, "rollout.server.start_timeout_s"),
     accepted("vllm_group_port", int, 51216, SERVER),
-    accepted("vllm_gpu_memory_utilization", float, 0.3, OWN_ENGINE),
-    accepted("vllm_max_model_length", int | None, None, OWN_ENGINE),
-    accepted("vllm_tensor_parallel_size", int, 1, OWN_ENGINE),
+    joint("vllm_gpu_memory_utilization", float, 0.3, "rollout.vllm.gpu_memory_utilization", COLOCATED),
+    joint("vllm_max_model_length", int | None, None, "rollout.vllm.max_model_len", COLOCATED),
+    joint("vllm_tensor_parallel_size", int, 1, "rollout.vllm.tensor_parallel_size", COLOCATED),
     direct("beta", float, 0.0, "objective.beta", "GRPO's in the loss, RLOO's in the reward", rloo_default=0.05),
     direct("num_iterations", int, 1, "trainer.ppo_epochs"),
     joint("epsilon", float, 0.2, "objective.clip_eps"),
