@@ -7,6 +7,7 @@ Run as `python -m grpo_toolbox.rewards.worker module:function megabytes`. Each l
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import math
@@ -18,11 +19,13 @@ from collections.abc import Callable
 from typing import IO, Any
 
 MEGABYTE = 2**20
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until standard input ends, which it does when the parent is gone, however it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
     target, megabytes = sys.argv[1], int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not look like an answer
@@ -63,6 +66,12 @@ def _answer(function: Callable[[Any], Any], argument: Any) -> str:
 def _say(replies: IO[bytes], answer: str) -> None:
     replies.write(answer.encode() + b"\n")
     replies.flush()
+
+
+def _die_with_parent() -> None:
+    """Have Linux end this process with the thread that started it, however that ends; elsewhere see `_allow_cpu`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _allow_cpu(seconds: float) -> None:
