@@ -18,6 +18,10 @@ _STATED = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<!\d)[.!](?=\s|\Z)|(?<=\d)\.(?=\s|\Z)")
+_ASIDE = re.compile(
+    r"(?<=[\w)}$%*])"
+    r"(?:\s+\((?=[a-z]{2,}[ \w]*\))|,?\s+(?:and not|not|rather than|instead of|because|since|as we|which)\b)"
+)
 _JOINT = re.compile(r"(?:\s|[$,;&()*]|\\[,;()\[\]]|\\q?quad|\\text\{|\}|\b(?:and|or)\b|\\\\)*")
 _JOINING = re.compile(r"\b(?:and|or)\b|,|;")
 _DOTS = re.compile(r"(?:\s|\.|…|\\[lc]?dots|\?|_|-|\\square|\\text\{\s*\})*")
@@ -106,5 +110,8 @@ def _says_something(character: str) -> bool:
 
 
 def _first_sentence(text: str) -> str | None:
+    """The first sentence without what is said about it behind: `58 (see above)`, `3.5 and not 4`."""
     end = _SENTENCE_END.search(text)
-    return text[: end.start()].strip() or None if end else text.strip() or None
+    sentence = text[: end.start()] if end else text
+    aside = _ASIDE.search(sentence)
+    return (sentence[: aside.start()] if aside else sentence).strip() or None

@@ -10,7 +10,7 @@ from grpo_toolbox.rewards.maths.numbers import Number, number
 from grpo_toolbox.rewards.maths.units import CURRENCIES, MULTIPLIERS, counts_something, unit_name
 
 _TEXT_AT_END = re.compile(r"\\text\{(?P<words>[^{}]*)\}(?P<power>\^\{-?\d\})?\Z")
-_WORDS_AT_END = re.compile(r"(?<=[\d.!}) ]) ?(?P<words>[^\W\d_]+(?:[ /][^\W\d_]+)*)(?P<power>\^\{-?\d\})?\Z")
+_WORDS_AT_END = re.compile(r"(?<=[\d.!}) ]) ?(?P<words>[^\W\d_]+\.?(?:[ /][^\W\d_]+\.?)*)(?P<power>\^\{-?\d\})?\Z")
 _LETTERS = {"m", "s", "g", "h", "l", "L"}
 """Units of one letter; `5 m` may be five metres, `5m` is five times m."""
 _UNIT_FRACTION = re.compile(r"\\frac\{\\text\{([^{}]*)\}(?:\^\{(\d)\})?\}\{(\\text\{[^{}]*\}(?:\^\{\d\})?)\}\Z")
