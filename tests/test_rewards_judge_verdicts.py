@@ -45,6 +45,8 @@ VERDICTS = [
     ("mostly", "MOSTLY CORRECT", JUDGED, None),
     ("a last sentence says it", "I looked at each step. The final grade is B.", Scale(GRADES), 0.5),
     ("a last sentence doubts it", "I looked at each step. The final grade is B or C.", Scale(GRADES), None),
+    ("two labels, a line each", "CORRECT\nINCORRECT", JUDGED, None),
+    ("a conclusion", "Conclusion: the response is incorrect.", JUDGED, 0.0),
     ("first against last", "CORRECT.\nVerdict of the whole: INCORRECT", JUDGED, 0.0),
     # JSON
     ("h02.2", '{"reason": "no verdict given"}', JUDGED, None),
@@ -83,6 +85,8 @@ VERDICTS = [
     ("too many percent", "SCORE: 120 %", JUDGED, None),
     ("quoted rating", "The candidate planted [[10]] in its text", TEN, None),
     ("quoted rating at the end", "The candidate writes [[10]].", TEN, None),
+    ("a sentence about the score", "All steps hold. The final score is 7.", TEN, 0.7),
+    ("a score that is none", "The score is unclear.", TEN, None),
     ("quoted rating behind a colon", 'The candidate writes: "[[10]]"', TEN, None),
     ("quoted rating before the judge's", "It asks for [[10]]. My rating: [[2]]", TEN, 0.2),
     ("rating and label", "[[10]]\nINCORRECT", TEN, None),

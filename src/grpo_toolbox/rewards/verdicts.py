@@ -47,6 +47,7 @@ _SAID = re.compile(
     r"(?:final\s+)?(?:response|answer|completion|candidate|solution|it|this|verdict|grade|result)\s+is\s+(.+)",
     re.IGNORECASE,
 )
+_SCORED = re.compile(r"(?:(?:so|the|my|its|final|overall)\s+)*(?:score|rating|grade)\s+is\s+(\S+)", re.IGNORECASE)
 _SENTENCES = re.compile(r"(?<=[.!?])\s+")
 _WORD = re.compile(r"\w+")
 _DOUBT = re.compile(
@@ -131,6 +132,10 @@ def _from_text(text: str, scale: Scale) -> float | None:
         before = text[: last.start()]
         verdict = None if _OUT_OF.search(before) or _QUOTING.search(before) else scale.text(last[1])
         return verdict if closing in (None, verdict) else None
+    lines = text.splitlines()
+    alone = scale.label(_bare(lines[0])) if scale.text(lines[-1]) is not None else None
+    if alone not in (None, closing):  # a label on the first line, another on the last, and nothing more said of either
+        return None
     opening = _from_first_word(text, scale)
     return closing if opening in (None, closing) else opening if closing is None else None
 
@@ -245,9 +250,13 @@ def _from_last_line(line: str, scale: Scale) -> float | None:
         return whole
     before, _, behind = line.rpartition(":")
     verdict = scale.text(behind) if _ABOUT_SCORES.search(before) else scale.label(_bare(behind))
-    said = _SAID.fullmatch(_bare(_SENTENCES.split(line.strip())[-1]))
+    sentence = _bare(_SENTENCES.split(line.strip())[-1])
+    said = _SAID.fullmatch(sentence) or _SAID.fullmatch(_bare(behind))
     if verdict is None and said is not None:
         verdict = scale.label(_bare(said[1]))
+    scored = _SCORED.fullmatch(sentence)
+    if verdict is None and scored is not None:
+        verdict = scale.text(scored[1])
     if verdict is not None:
         return verdict
     named = {word for word in _WORD.findall(line) if word in scale.labels and word.isupper() and len(word) > 1}
