@@ -43,6 +43,9 @@ def test_the_kl_coefficient_by_hand() -> None:
     assert control.beta == pytest.approx(0.5 * 1.005 * 1.01 * 0.98)
     control.observe(0.1, 100)
     assert control.beta == pytest.approx(0.5 * 1.005 * 1.01 * 0.98)
+    control = KlControl(target=0.1, horizon=10, beta=0.5)
+    control.observe(0.0, 1000)  # a hundred horizons at once count as one: 1 − .2·100 would turn the sign of the KL
+    assert control.beta == pytest.approx(0.5 * 0.8)
 
 
 @pytest.mark.parametrize(

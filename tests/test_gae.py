@@ -92,6 +92,18 @@ def test_without_values_the_error_names_the_critic() -> None:
         gae(torch.tensor([[math.inf]]), values=torch.zeros(1, 1, 1))
 
 
+@pytest.mark.parametrize("option", [{"gamma": math.nan}, {"gamma": 1.1}, {"lam": -0.1}, {"lam": math.nan}], ids=str)
+def test_discounts_outside_their_range_are_refused(option: dict[str, float]) -> None:
+    """NaN would make all advantages 0, without a word."""
+    with pytest.raises(ConfigError, match=r"advantage\.(gamma|lam)=.* must be in \[0, 1\]\."):
+        gae(torch.ones(1, 1), values=torch.zeros(1, 1, 2), **option)
+
+
+def test_no_row_at_all_has_no_advantages() -> None:
+    assert gae(torch.zeros(0, 2), values=torch.zeros(0, 2, 3)).shape == (0, 2, 3)
+    assert plain(torch.zeros(2, 1), values=torch.zeros(2, 1, 0)).shape == (2, 1, 0)
+
+
 def test_values_are_handed_to_who_names_them() -> None:
     assert needs_values(partial(gae, lam=1.0))
     assert not needs_values(rloo)

@@ -124,6 +124,8 @@ def test_kl_unbiased_by_hand():
         ({"kl_cov": 2.0}, r"objective\.kl_cov=2\.0 must be in \[0, 1\]"),
         ({"kl_cov": math.nan}, r"objective\.kl_cov=nan must be in \[0, 1\]"),
         ({"kl_cov_coef": math.inf}, r"objective\.kl_cov_coef=inf must be a finite number >= 0"),
+        ({"off_policy_threshold": math.nan}, r"objective\.off_policy_threshold=nan must be a finite number >= 0"),
+        ({"off_policy_threshold": -1.0}, r"objective\.off_policy_threshold=-1\.0 must be a finite number >= 0"),
         ({"clip_cov_min": 5.0}, r"objective\.clip_cov_min=5\.0 must be below clip_cov_max=5\.0"),
     ],
 )
@@ -138,7 +140,11 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str):
         ("clipped", {"delta": 1.0}, r"objective\.delta=1\.0 must be above 1\."),  # good answers would have no gradient
         ("cispo", {"ratio_cap": 0.0}, r"objective\.ratio_cap=0\.0 must be above 0\."),
         ("sapo", {"tau_pos": 0}, r"objective\.tau_pos=0 must be above 0\."),
-        ("sapo", {"tau_neg": math.nan}, r"objective\.tau_neg=nan must be above 0\."),
+        ("sapo", {"tau_neg": math.nan}, r"objective\.tau_neg=nan must be a finite number of at least 0\."),
+        ("sapo", {"tau_pos": math.inf}, r"objective\.tau_pos=inf must be a finite number of at least 0\."),
+        ("vespo", {"k_pos": math.nan}, r"objective\.k_pos=nan must be a finite number of at least 0\."),
+        ("vespo", {"k_neg": -1.0}, r"objective\.k_neg=-1\.0 must be a finite number of at least 0\."),
+        ("vespo", {"lambda_pos": 0}, r"objective\.lambda_pos=0 must be above 0\."),
     ],
 )
 def test_surrogate_options_that_would_stop_training(surrogate: str, option: dict[str, float], message: str):

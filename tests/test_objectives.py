@@ -24,6 +24,7 @@ from grpo_toolbox.objectives import (
     reinforce,
 )
 from grpo_toolbox.ops import AGGREGATIONS, KL, Denominators
+from grpo_toolbox.ratios import CORRECTIONS, RATIO_LEVELS
 
 SURROGATES: dict[str, Surrogate] = {
     "clipped": clipped,
@@ -35,6 +36,10 @@ SURROGATES: dict[str, Surrogate] = {
 }
 CONSTANT_WEIGHT = {"cispo", "vespo", "dppo"}
 """Their weight is not differentiated on purpose, so finite differences say nothing: tests/test_surrogates.py."""
+EVERY = SURROGATES | {name: OBJECTIVES[name] for name in sorted(CONSTANT_WEIGHT)}
+KLS = {name: {"kl": name} for name in KL} | {
+    f"{name} unbiased": {"kl": name, "kl_unbiased": True} for name in KL if name != "k2"
+}
 
 
 def _row(values: list[float]) -> Tensor:
@@ -97,12 +102,22 @@ def _loss(objective: Objective, logps: Tensor, advantages: Tensor = PER_ROW, **c
 
 
 @pytest.mark.parametrize("advantages", [PER_ROW, PER_TOKEN], ids=["per_row", "per_token"])
-@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("kl", KLS.values(), ids=KLS)
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
 @pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
-def test_gradient_against_finite_differences(surrogate: Surrogate, loss_agg: str, kl: str, advantages: Tensor):
-    objective = Objective(surrogate, loss_agg=loss_agg, beta=0.3, kl=kl)
+def test_gradient_against_finite_differences(
+    surrogate: Surrogate, loss_agg: str, kl: dict[str, Any], advantages: Tensor
+):
+    objective = Objective(surrogate, loss_agg=loss_agg, beta=0.3, **kl)
     assert torch.autograd.gradcheck(lambda x: _loss(objective, x, advantages), (NOW.clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize("level", ["sequence", "product"])  # sequence_token holds a constant, too
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+@pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
+def test_gradient_of_rows_ratios_against_finite_differences(surrogate: Surrogate, loss_agg: str, level: str):
+    objective = Objective(surrogate, loss_agg=loss_agg, ratio_level=level)
+    assert torch.autograd.gradcheck(lambda x: _loss(objective, x), (NOW.clone().requires_grad_(),))
 
 
 def test_every_registered_surrogate_is_differentiated_here():
@@ -124,17 +139,20 @@ WEIGHTS = {
 SLOPES = {"k1": torch.ones_like, "k2": lambda r: -r, "k3": lambda r: 1 - r.exp()}
 
 
-@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("kl", KLS.values(), ids=KLS)
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
-@pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
-def test_the_kl_reaches_the_gradient_as_documented(surrogate: Surrogate, loss_agg: str, kl: str):
+@pytest.mark.parametrize("surrogate", EVERY.values(), ids=EVERY)
+def test_the_kl_reaches_the_gradient_as_documented(surrogate: Surrogate, loss_agg: str, kl: dict[str, Any]):
     gradients = []
     for beta in (0.0, 0.3):
         logps = NOW.clone().requires_grad_()
-        loss = _loss(Objective(surrogate, loss_agg=loss_agg, beta=beta, kl=kl), logps)
+        loss = _loss(Objective(surrogate, loss_agg=loss_agg, beta=beta, **kl), logps)
         gradients.append(torch.autograd.grad(loss, logps)[0])
     weights = torch.tensor(WEIGHTS[loss_agg], dtype=torch.float64)
-    expected = torch.where(MASK, 0.3 * weights * SLOPES[kl](REFERENCE - NOW), 0.0)
+    slope = SLOPES[kl["kl"]](REFERENCE - NOW)
+    if kl.get("kl_unbiased"):  # ∇(ρ·k) = ρ·(k + ∇k)
+        slope = (NOW - OLD).exp() * (KL[kl["kl"]](NOW, REFERENCE) + slope)
+    expected = torch.where(MASK, 0.3 * weights * slope, 0.0)
     torch.testing.assert_close(gradients[1] - gradients[0], expected, atol=1e-12, rtol=1e-9)
     assert (expected[MASK] != 0).all()
 
@@ -180,27 +198,93 @@ def test_without_beta_the_reference_is_not_looked_at():
     assert set(terms) == {"clip_fraction", "ratio"}
 
 
-@pytest.mark.parametrize("advantages", [PER_ROW, PER_TOKEN], ids=["per_row", "per_token"])
-@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
-@pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
-def test_nan_off_the_mask_changes_nothing(surrogate: Surrogate, loss_agg: str, advantages: Tensor):
-    objective = Objective(surrogate, loss_agg=loss_agg, beta=0.3)
+@pytest.mark.parametrize("kl", KLS.values(), ids=KLS)
+@pytest.mark.parametrize("surrogate", EVERY.values(), ids=EVERY)
+def test_nan_off_the_mask_changes_nothing_whatever_is_switched_on(surrogate: Surrogate, kl: dict[str, Any]):
+    """Each surrogate and KL beside every correction, level and aggregation, with bonus, dropped rows and anchors."""
+    marks = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 1]], dtype=torch.bool)
+    on = {"off_policy_threshold": 0.3, "entropy_coef": 0.2, "kl_cov_coef": 0.5, "beta": 0.3}
+    for place, (level, correction) in enumerate(itertools.product(RATIO_LEVELS, CORRECTIONS)):
+        loss_agg = [*AGGREGATIONS][place % len(AGGREGATIONS)]
+        objective = Objective(surrogate, ratio_level=level, correction=correction, loss_agg=loss_agg, **on, **kl)
 
-    def planted(column: Tensor, value: float) -> Tensor:
-        return torch.where(MASK, column, value)
+        def found(planted: float, objective: Objective = objective) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+            def column(values: Tensor) -> Tensor:
+                return torch.where(MASK, values, planted)
 
-    clean = NOW.clone().requires_grad_()
-    expected = torch.autograd.grad(_loss(objective, clean, advantages), clean)[0]
-    for value in (math.nan, math.inf, -math.inf):
-        dirty = planted(NOW, value).requires_grad_()
-        loss = _loss(
-            objective,
-            dirty,
-            advantages if advantages is PER_ROW else planted(advantages, value),
-            old_logps=planted(OLD, value),
-            ref_logps=planted(REFERENCE, value),
+            now, entropy = column(NOW).requires_grad_(), column(NOW.square()).requires_grad_()
+            loss, terms = loss_and_terms(
+                objective,
+                logps=now,
+                entropy=entropy,
+                advantages=column(PER_TOKEN),
+                old_logps=column(OLD),
+                ref_logps=column(REFERENCE),
+                sampler_logps=column(OLD + 0.1),
+                trained=marks | ~MASK,
+                anchored=~marks | ~MASK,
+                mask=MASK,
+                denominators=COUNTS,
+            )
+            return loss, *torch.autograd.grad(loss, (now, entropy)), terms
+
+        *clean, _ = found(0.0)
+        for value in (math.nan, math.inf, -math.inf):
+            *dirty, terms = found(value)
+            assert all(torch.equal(one, other) for one, other in zip(clean, dirty, strict=True)), (level, correction)
+            assert all(term.double().isfinite().all() for term in terms.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("surrogate", EVERY.values(), ids=EVERY)
+def test_half_precision_log_probs_are_computed_with_in_float32(surrogate: Surrogate, dtype: torch.dtype):
+    """A ratio of e²⁰ overflows float16, and 0 times that is NaN; sums over a row keep three digits in bfloat16."""
+    rounded = {"logps": NOW, "old_logps": OLD, "ref_logps": REFERENCE - 11, "sampler_logps": OLD + 30.0}
+    objective = Objective(surrogate, beta=0.3, correction="sequence_truncate", off_policy_threshold=50.0)
+    found = []
+    for precision in (dtype, torch.float32):
+        columns = {name: column.to(dtype).to(precision) for name, column in rounded.items()}
+        columns["logps"].requires_grad_()
+        columns["old_logps"][1, 1] = -60.0
+        loss, _ = loss_and_terms(objective, mask=MASK, denominators=COUNTS, advantages=PER_ROW.float(), **columns)
+        found.append((loss, torch.autograd.grad(loss, columns["logps"])[0]))
+    (loss, gradient), (exact, exact_gradient) = found
+    assert loss.isfinite()
+    assert torch.equal(loss, exact)  # their dtype, too
+    assert torch.equal(gradient, exact_gradient.to(dtype))
+
+
+EDGES = {
+    "ratio of e⁹⁴": (-0.5, -95.0, -1.0),
+    "ratio of e⁻⁹⁴": (-95.0, -0.5, -1.0),
+    "impossible under the reference": (-1.0, -1.0, -math.inf),
+    "certain": (0.0, 0.0, 0.0),
+    "ten thousand nats": (-1e4, -0.5, -1e4),
+    "ten thousand nats ago": (-0.5, -1e4, -0.5),
+}
+
+
+@pytest.mark.parametrize("kl", KLS.values(), ids=KLS)
+@pytest.mark.parametrize("surrogate", EVERY.values(), ids=EVERY)
+def test_the_ends_of_what_log_probs_can_be_are_finite(surrogate: Surrogate, kl: dict[str, Any]):
+    """Rows of one token at the ends of float32, each with both signs of the advantage and none."""
+    rows = [(*edge, advantage) for edge in EDGES.values() for advantage in (1.5, -1.5, 0.0)]
+    now, old, reference, advantages = torch.tensor(rows).T.unsqueeze(-1)
+    for level, correction in itertools.product(RATIO_LEVELS, CORRECTIONS):
+        leaf = now.clone().requires_grad_()
+        loss, terms = loss_and_terms(
+            Objective(surrogate, ratio_level=level, correction=correction, beta=0.1, **kl),
+            logps=leaf,
+            old_logps=old,
+            ref_logps=reference,
+            sampler_logps=old - 50.0,
+            advantages=advantages,
+            mask=torch.ones_like(now, dtype=torch.bool),
+            denominators=Denominators(len(rows), len(rows), 1),
         )
-        assert torch.equal(torch.autograd.grad(loss, dirty)[0], expected)
+        assert torch.autograd.grad(loss, leaf)[0].isfinite().all(), (level, correction)
+        assert loss.isfinite()
+        assert all(term.double().isfinite().all() for term in terms.values())
 
 
 def test_nan_off_the_mask_does_not_reach_the_log():

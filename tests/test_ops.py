@@ -50,6 +50,24 @@ def test_case_e06_1_each_token_is_predicted_by_the_position_before_it():
     assert late.tolist() == pytest.approx([-3.0949, -3.0949], abs=1e-4)
 
 
+def test_tokens_that_are_impossible_have_no_share_of_the_entropy():
+    # softmax(0, −∞, 0) is ½, 0, ½: H = log 2, ∇ log p₀ = (½, 0, −½), and a uniform one has no gradient of the entropy
+    logits = torch.tensor([0.0, -math.inf, 0.0], requires_grad=True)
+    logps, entropy = logps_and_entropy(logits, torch.tensor(0))
+    assert (logps.item(), entropy.item()) == (pytest.approx(-math.log(2)), pytest.approx(math.log(2)))
+    assert torch.autograd.grad(logps + entropy, logits)[0].tolist() == pytest.approx([0.5, 0.0, -0.5])
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+def test_greedy_draws_have_no_log_probs(temperature: float):
+    for call in (
+        lambda: logps_and_entropy(torch.zeros(1, 3), torch.tensor([0]), temperature),
+        lambda: head_logps_and_entropy(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), temperature),
+    ):
+        with pytest.raises(ValueError, match=r"temperature=.* must be finite and above 0"):
+            call()
+
+
 def test_half_precision_logits_are_reduced_in_float32():
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = torch.arange(50)

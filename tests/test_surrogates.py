@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.objectives import Objective, call_surrogate, loss_and_terms
-from grpo_toolbox.ops import AGGREGATIONS, Denominators
+from grpo_toolbox.ops import AGGREGATIONS, KL, Denominators
 from grpo_toolbox.ratios import RATIO_LEVELS
 from grpo_toolbox.surrogates import cispo, clipped, dppo, gmpo, sapo, vespo
 
@@ -278,18 +278,19 @@ CONSTANT = {
 }
 
 
+@pytest.mark.parametrize("kl", [None, *KL])
 @pytest.mark.parametrize("level", RATIO_LEVELS)
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)
 @pytest.mark.parametrize("name", CONSTANT)
-def test_constant_weights_against_finite_differences(name: str, loss_agg: str, level: str):
-    """With π_old moving along with π the ratio stays what it was: a difference quotient sees log π alone."""
-    objective = Objective(CONSTANT[name], loss_agg=loss_agg, ratio_level=level)
+def test_constant_weights_against_finite_differences(name: str, loss_agg: str, level: str, kl: str | None):
+    """With π_old moving along with π the ratio stays what it was: a difference quotient sees log π and the KL alone."""
+    beta = {} if kl is None else {"beta": 0.3, "kl": kl}
+    objective = Objective(CONSTANT[name], loss_agg=loss_agg, ratio_level=level, **beta)
 
     def loss(x: Tensor, old: Tensor) -> Tensor:
         counts = Denominators(3, 11, 8, torch.arange(2.0, 2.0 + len(NOW)).unsqueeze(1))
-        return loss_and_terms(objective, logps=x, old_logps=old, advantages=ADVANTAGES, mask=MASK, denominators=counts)[
-            0
-        ]
+        columns = {"old_logps": old, "ref_logps": OLD - 0.7, "advantages": ADVANTAGES, "mask": MASK}
+        return loss_and_terms(objective, logps=x, denominators=counts, **columns)[0]
 
     assert torch.autograd.gradcheck(lambda x: loss(x, x.detach() - (NOW - OLD)), (NOW.clone().requires_grad_(),))
     leaf = NOW.clone().requires_grad_()

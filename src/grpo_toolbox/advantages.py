@@ -65,6 +65,9 @@ def rloo(
     `penalty` (P, G, T), beta · KL per token, is taken off it. `normalize` divides by the (sample) std of the batch's
     advantages plus 1e-4; their mean is 0 already. All three as in TRL's RLOO trainer, where they are off, too.
     """
+    for key, given in (("reward_min", reward_min), ("reward_max", reward_max)):
+        if given is not None and math.isnan(given):
+            raise ConfigError(f"advantage.{key}={given} is not a number; null leaves the reward as it is.")
     if reward_min is not None and reward_max is not None and not reward_min < reward_max:
         raise ConfigError(f"advantage.reward_min={reward_min} must be below advantage.reward_max={reward_max}.")
     scored = _scored(rewards, "rloo")
@@ -118,7 +121,9 @@ def gdpo(
     unscored = parts.isnan().all(dim=-1)
     # Every group adds up to 0, so the batch's mean is 0, too; to subtract what rounding leaves of it would push groups
     # without spread off 0.
-    total = torch.where(unscored, torch.nan, (standard * shares).sum(dim=-1))
+    total = (standard * shares).sum(dim=-1)
+    cancelled = total.abs() <= _RESIDUE * (standard * shares).abs().sum(dim=-1)  # weights of both signs
+    total = torch.where(unscored, torch.nan, total.masked_fill(cancelled, 0.0))
     return _finish(total / _divisor(total.reshape(1, -1), std, eps), rewards)
 
 
@@ -160,6 +165,9 @@ def gae(
             "advantage=gae needs a critic's values (P, G, T): `toolbox train` builds one (critic.*); called as a "
             "function it takes them as values=."
         )
+    for key, given in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= given <= 1:
+            raise ConfigError(f"advantage.{key}={given} must be in [0, 1].")
     real = ~values.isnan()
     worth = values.double().nan_to_num(0.0)
     last = real & (real.flip(-1).cumsum(-1).flip(-1) == 1)  # tokens from here on
@@ -202,7 +210,8 @@ def estimate(
     off the penalty: r_t = token_reward_t − penalty_t. `values` (P, G, T) are a critic's.
     """
     names = inspect.signature(advantage).parameters
-    offered = {"components": scores.components, "weights": torch.tensor(scores.weights), "values": values}
+    weights = torch.tensor(scores.weights, dtype=torch.float64)  # in float32 .1 + .2 − .3 is 1e-8, and a spread
+    offered = {"components": scores.components, "weights": weights, "values": values}
     rewards = scores.total
     if scores.token_rewards is not None:
         rewards = (rewards.double() - scores.token_rewards.double().nansum(dim=-1)).to(rewards.dtype)
@@ -276,6 +285,8 @@ def _finite(rewards: Tensor, name: str) -> Tensor:
 
 def _centre(rewards: Tensor) -> Tensor:
     """Return r − mean per group; exact zeros for a group without spread or with fewer than two scored rows."""
+    if not rewards.numel():
+        return rewards
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     size = rewards.abs().nan_to_num(0.0).amax(dim=1, keepdim=True)
     flat = centred.abs().nan_to_num(0.0).amax(dim=1, keepdim=True) <= _RESIDUE * size
@@ -299,6 +310,6 @@ def _divisor(centred: Tensor, std: str, eps: float) -> Tensor:
 
 
 def _finish(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Return advantages in the rewards' dtype with 0 where there was no reward or (eps=0) nothing to divide by."""
-    dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+    """Return advantages in float32 or better, 0 where there was no reward or (eps=0) nothing to divide by."""
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
     return torch.where(rewards.isfinite() & advantages.isfinite(), advantages, 0.0).to(dtype)

@@ -45,7 +45,10 @@ class EntropyControl:
 
 @dataclass
 class KlControl:
-    """Adaptive KL weight (Ziegler et al., 2019): β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) per n rows."""
+    """Adaptive KL weight (Ziegler et al., 2019): β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) per n rows.
+
+    A step of more rows than the horizon counts as one of the horizon: β moves by a fifth at most and stays above 0.
+    """
 
     target: float
     horizon: float
@@ -54,7 +57,7 @@ class KlControl:
     def observe(self, kl: float, completions: int) -> None:
         """Take the mean KL of the step that has just been trained, on so many completions."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.beta *= 1 + error * completions / self.horizon
+        self.beta *= 1 + error * min(completions / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs."""

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from grpo_toolbox.errors import ConfigError, unknown_option
-from grpo_toolbox.ops import AGGREGATIONS, KL, Denominators, kl_is_bounded, log_ratio, masked, token_mean
+from grpo_toolbox.ops import (
+    AGGREGATIONS,
+    KL,
+    Denominators,
+    at_least_float32,
+    kl_is_bounded,
+    log_ratio,
+    masked,
+    token_mean,
+)
 from grpo_toolbox.ratios import CORRECTIONS, RATIO_LEVELS, Correction, off_policy_rows
 from grpo_toolbox.selection import covariances, drawn_between, entropy_threshold, highest
 from grpo_toolbox.surrogates import OBJECTIVES, clipped, reinforce
@@ -94,6 +103,11 @@ class Objective:
             raise ConfigError(
                 f"objective.length={self.length} must be a finite number > 0; null takes rollout.max_new_tokens."
             )
+        if self.off_policy_threshold is not None and not 0 <= self.off_policy_threshold < float("inf"):
+            raise ConfigError(
+                f"objective.off_policy_threshold={self.off_policy_threshold} must be a finite number >= 0; null keeps "
+                "all rows."
+            )
         for key in ("entropy_target", "kl_target", "kl_horizon"):
             value = getattr(self, key)
             if value is not None and not 0 < value < float("inf"):
@@ -168,8 +182,10 @@ class Objective:
         return self.top_entropy_quantile < 1 or self.clip_cov > 0 or self.kl_cov > 0
 
 
-_ABOVE = {"delta": 1, "ratio_cap": 0, "tau_pos": 0, "tau_neg": 0, "max_divergence": 0}
+_ABOVE = {"delta": 1, "ratio_cap": 0, "max_divergence": 0, "tau_pos": 0, "tau_neg": 0, "lambda_pos": 0, "lambda_neg": 0}
 """Options of surrogates that must be larger than this: at it good answers lose their gradient, or 0 is divided by."""
+_FINITE = ("tau_pos", "tau_neg", "lambda_pos", "lambda_neg", "k_pos", "k_neg")
+"""Options of surrogates that infinity makes a NaN of."""
 
 
 def build_objective(surrogate: Surrogate, **options: Any) -> Objective:
@@ -177,14 +193,20 @@ def build_objective(surrogate: Surrogate, **options: Any) -> Objective:
     names = [field.name for field in fields(Objective) if field.name != "surrogate"]
     own = {key: options.pop(key) for key in names if key in options}
     for key, value in options.items():
-        if key.startswith("clip_eps") and isinstance(value, int | float) and not value >= 0:
-            raise ConfigError(
-                f"objective.{key}={value} must be >= 0: the ratio is kept in [1 − clip_eps, 1 + clip_eps_high]."
-            )
-        bound = _ABOVE.get(key) if surrogate in OBJECTIVES.values() else None
-        if bound is not None and isinstance(value, int | float) and not value > bound:
-            raise ConfigError(f"objective.{key}={value} must be above {bound:g}.")
+        if isinstance(value, int | float):
+            _check_option(key, value, ours=surrogate in OBJECTIVES.values())
     return Objective(surrogate=partial(surrogate, **options), **own)
+
+
+def _check_option(key: str, value: float, *, ours: bool) -> None:
+    if key.startswith("clip_eps") and not value >= 0:
+        raise ConfigError(
+            f"objective.{key}={value} must be >= 0: the ratio is kept in [1 − clip_eps, 1 + clip_eps_high]."
+        )
+    if ours and key in _FINITE and not 0 <= value < float("inf"):
+        raise ConfigError(f"objective.{key}={value} must be a finite number of at least 0.")
+    if ours and key in _ABOVE and not value > _ABOVE[key]:
+        raise ConfigError(f"objective.{key}={value} must be above {_ABOVE[key]:g}.")
 
 
 def loss_and_terms(
@@ -207,9 +229,9 @@ def loss_and_terms(
     `old_logps=None` means on-policy: π_old = π, the ratio is 1 and only its gradient counts. `advantages` (B, 1|T).
     `trained` and `anchored` (B, T) mark the tokens that `choose_tokens` chose; KL and denominators still count all.
     """
-    logps = masked(logps, mask)  # before any arithmetic: 0 · NaN in a backward pass would be NaN again
-    old = logps.detach() if old_logps is None else masked(old_logps, mask)
-    advantages = masked(advantages.expand_as(logps), mask)
+    logps = masked(at_least_float32(logps), mask)  # before any arithmetic: 0 · NaN in a backward pass is NaN again
+    old = logps.detach() if old_logps is None else masked(at_least_float32(old_logps), mask)
+    advantages = masked(at_least_float32(advantages).expand_as(logps), mask)
     level = RATIO_LEVELS[objective.ratio_level](logps, old, mask)
     per_token, is_clipped, *more = call_surrogate(objective, logps, old, level, advantages, mask)
     terms: dict[str, Tensor] = {"clip_fraction": is_clipped, "ratio": level.exp()}
@@ -258,7 +280,7 @@ def _weights(
     if correction or objective.off_policy_threshold is not None:
         if sampler_logps is None:
             raise ConfigError("objective.correction and off_policy_threshold need the sampler's log-probs.")
-        sampler = masked(sampler_logps, mask)
+        sampler = masked(at_least_float32(sampler_logps), mask)
         if objective.off_policy_threshold is not None:
             kept = off_policy_rows(logps, sampler, advantages, mask, objective.off_policy_threshold)
             weights["off_policy_kept"] = kept
@@ -289,13 +311,13 @@ def choose_tokens(
 def _kl(objective: Objective, logps: Tensor, ref_logps: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor]:
     if ref_logps is None:
         raise ConfigError(f"objective.beta={objective.beta} needs the reference's log-probs, and there are none.")
-    ref_logps = masked(ref_logps, mask)
+    ref_logps = masked(at_least_float32(ref_logps), mask)
     return KL[objective.kl](logps, ref_logps), kl_is_bounded(logps, ref_logps)
 
 
 def kl_penalty(objective: Objective, logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
     """Return beta · KL per token (B, T), without gradient: what `kl_in=reward` takes off the reward."""
-    kl, _ = _kl(objective, masked(logps, mask), ref_logps, mask)
+    kl, _ = _kl(objective, masked(at_least_float32(logps), mask), ref_logps, mask)
     return masked(objective.beta * kl, mask).detach()
 
 

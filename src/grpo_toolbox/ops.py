@@ -31,11 +31,13 @@ MIN_LOGP = -100.0
 def logps_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return log π(label) and the entropy of softmax(logits / temperature), in float32 or better.
 
-    `logits` (…, V), `labels` (…), result (…), (…) in nats. Position j of `logits` must predict `labels[j]`.
+    `logits` (…, V), −inf where a token is impossible, `labels` (…), result (…), (…) in nats. Position j of `logits`
+    must predict `labels[j]`.
     """
-    scaled = _at_least_float32(logits) / temperature
+    _check_temperature(temperature)
+    scaled = at_least_float32(logits) / temperature
     log_probs = scaled.log_softmax(dim=-1)
-    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(dim=-1)  # p·log p ends at 0
     return log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy
 
 
@@ -145,7 +147,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor |
 def _added_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Return total + left · right in float32 or better, in place of `total` where there is one."""
     if total is None:
-        return _at_least_float32(left @ right)
+        return at_least_float32(left @ right)
     return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
@@ -163,9 +165,10 @@ def head_logps_and_entropy(
     `hidden` (N, H), `weight` (V, H), `labels` (N,). Equal to `logps_and_entropy(hidden @ weight.T, …)`, gradients too.
     Logits are rounded to the precision of `hidden`, or of autocast, unless they are multiplied out `in_float32`.
     """
+    _check_temperature(temperature)
     device = hidden.device.type
     if in_float32:
-        hidden, weight = _at_least_float32(hidden), _at_least_float32(weight)
+        hidden, weight = at_least_float32(hidden), at_least_float32(weight)
     elif torch.is_autocast_enabled(device):  # backward runs outside autocast: its logits must be those of forward
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -173,7 +176,13 @@ def head_logps_and_entropy(
         return _HeadLogps.apply(hidden, weight, labels, temperature, chunk)
 
 
-def _at_least_float32(values: Tensor) -> Tensor:
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be finite and above 0: greedy draws have no log-probs")
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return the values in float32, or in float64 where they are: half precision ends at 65 504, or keeps 3 digits."""
     return values if values.dtype == torch.float64 else values.float()
 
 
