@@ -193,6 +193,9 @@ def test_small_but_real_spread_on_a_large_reward_is_kept():
     rewards = torch.tensor([[1e6, 1e6, 1e6, 1e6 + 1]])
     assert dr_grpo(rewards)[0].tolist() == [-0.25, -0.25, -0.25, 0.75]
     assert group_relative(rewards)[0].tolist() == pytest.approx([-0.4999, -0.4999, -0.4999, 1.4997], abs=1e-4)
+    # 2⁻¹⁰ on a thousand million is 8192 steps of float64: ±.5/√⅓ in units of it
+    far = 1e9 + 2**-10 * torch.tensor([[0.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+    assert group_relative(far, eps=0)[0].tolist() == pytest.approx([-0.8660, 0.8660, -0.8660, 0.8660], abs=1e-4)
 
 
 def test_eps_zero_divides_by_the_std_itself():

@@ -29,7 +29,7 @@ from grpo_toolbox.types import Scores
 
 Std = Literal["sample", "population"]
 
-_RESIDUE = 1e-12
+_RESIDUE = 1e-14
 """Spread below this share of the rewards' size is what subtracting equal float64 numbers leaves behind."""
 _LARGEST = 1e38
 """Advantages become float32, which ends at 3.4e38; RLOO's can be twice the largest reward."""
