@@ -79,7 +79,8 @@ def subject(request, address, tmp_path_factory) -> Iterator[Subject]:
             identity=identity(policy),
             sync=ChosenSync("sglang", settings, policy, tmp_path_factory.mktemp("sync")),
         )
-        yield Subject(engine.start(), policy, dying=partial(dropping, proxy))
+        # it heeds seeds where it was started with --enable-deterministic-inference, which no processor has
+        yield Subject(engine.start(), policy, reproduces=False, dying=partial(dropping, proxy))
         engine.close()
 
 
