@@ -25,6 +25,7 @@ class FaultProxy:
         self._gone, self._lock = threading.Event(), threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
+        self._http.socket.listen(512)  # a step's requests come at once
         self.address = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def __enter__(self) -> FaultProxy:
