@@ -18,7 +18,7 @@ from grpo_toolbox.ops import Denominators
 from grpo_toolbox.types import Rollout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """B completions and the U prompts they continue.
 

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.allocator import hand_back_freed_memory
 from grpo_toolbox.batch import Batch, collate, denominators, micro_batches, prompt_lengths, rows_with_gradient
 from grpo_toolbox.checkpoint import finished_step, latest_checkpoint
 from grpo_toolbox.errors import TrainingError
@@ -27,6 +26,8 @@ from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Rollout
 
+Forwarded = tuple[Batch, Tensor | None]
+"""The rows that a model runs over, and where among them each row of a micro-batch stands, or None for in order."""
 _WORTH_HANDING_BACK = 64 * 2**20
 """Bytes of gradients from which on memory counts more than the time of asking."""
 
@@ -54,7 +55,10 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
     batch = replace(batch, prompt_length=prompt_lengths(batch))
     rows = _trained_rows(run, batch)
-    micros = _with_choice(run, [_with_reference(run, micro) for micro in _micros(run, batch, rows)], number)
+    micros = _micros(run, batch, rows)
+    forwarded = [_forwarded(run, micro) for micro in micros]  # policy, reference and all epochs run over the same
+    micros = [_with_reference(run, *both) for both in zip(micros, forwarded, strict=True)]
+    micros = _with_choice(run, micros, forwarded, number)
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
@@ -62,18 +66,17 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
     shown = {} if bool(batch.mask[rows].any()) else _sampler_metrics(run, rollouts, number)
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     balance = _expert_balance(run, batch)
-    shelf = Shelf(recompute_mlp=run.settings.recompute_mlp)
+    large = run.device.type == "cpu" and sum(one.nbytes for one in parameters) >= _WORTH_HANDING_BACK
+    shelf = Shelf(recompute_mlp=run.settings.recompute_mlp, frugal=large)
     run.policy.train()
     for epoch in range(epochs):
         meter.begin_pass()
         balance.count(micros, partial(_hidden, run))
-        large = run.device.type == "cpu" and sum(one.nbytes for one in parameters) >= _WORTH_HANDING_BACK
-        if large:
-            hand_back_freed_memory()
+        shelf.tidy()
         lay_out(parameters)
         for index, micro in enumerate(micros):
             with balance.watching(micro), in_place():
-                logps, entropy = policy_logps(run, micro, shelf)
+                logps, entropy = _logps(run, run.policy, forwarded[index], shelf)
             loss, terms = loss_and_terms(
                 objective,
                 logps=logps,
@@ -97,7 +100,7 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
                 meter.mismatch.add(logps.detach(), micro.sampler_logps, micro.mask, _ages(micro, number))
                 micros[index] = replace(micro, old_logps=old_logps)
         meter.grad_norm = _step(run, parameters, meter, number)
-    tokens = sum(_forwarded(run, micro)[0].forward_tokens for micro in micros)
+    tokens = sum(rows_forwarded.forward_tokens for rows_forwarded, _ in forwarded)
     trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens)}
     found = meter.metrics(float(batch.mask.sum()), len(batch)) | balance.metrics(epochs)
     return shown | _with_policy_loss(run, found) | trained | {"lr": lr}
@@ -141,7 +144,8 @@ def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
     batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
     penalty = torch.full_like(batch.sampler_logps, torch.nan)
     for rows in micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens):
-        micro = _with_reference(run, batch.select(rows).to(run.device), always=True)
+        micro = batch.select(rows).to(run.device)
+        micro = _with_reference(run, micro, _forwarded(run, micro), always=True)
         assert micro.ref_logps is not None
         logps = micro.sampler_logps if run.generation.reuse_logps else _as_sampled(run, micro)[0]
         taken = kl_penalty(run.controlled_objective(), logps, micro.ref_logps, micro.mask)
@@ -172,14 +176,14 @@ def _as_sampled(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
         return policy_logps(run, micro)
 
 
-def policy_logps(run: Run, micro: Batch, shelf: Shelf | None = None) -> tuple[Tensor, Tensor]:
+def policy_logps(run: Run, micro: Batch) -> tuple[Tensor, Tensor]:
     """Return the policy's log-probs and entropies (B, T) at the sampling temperature."""
-    return _logps(run, run.policy, micro, shelf)
+    return _logps(run, run.policy, _forwarded(run, micro))
 
 
-def _logps(run: Run, model: nn.Module, micro: Batch, shelf: Shelf | None = None) -> tuple[Tensor, Tensor]:
+def _logps(run: Run, model: nn.Module, forwarded: Forwarded, shelf: Shelf | None = None) -> tuple[Tensor, Tensor]:
+    rows, place = forwarded
     with autocast(run.device, run.settings.autocast):
-        rows, place = _forwarded(run, micro)
         both = completion_logps(
             model,
             rows,
@@ -190,8 +194,8 @@ def _logps(run: Run, model: nn.Module, micro: Batch, shelf: Shelf | None = None)
     return both if place is None else (both[0][place], both[1][place])
 
 
-def _forwarded(run: Run, micro: Batch) -> tuple[Batch, Tensor | None]:
-    """Return the rows that the model runs over: equal ones once, where nothing counts each row's tokens."""
+def _forwarded(run: Run, micro: Batch) -> Forwarded:
+    """Return the rows that a model runs over: equal ones once, where nothing counts each row's tokens."""
     return micro.distinct if run.settings.packed and not run.settings.router_aux_coef else (micro, None)
 
 
@@ -205,21 +209,24 @@ def _micros(run: Run, batch: Batch, rows: Sequence[int]) -> list[Batch]:
     return [batch.select(part).to(run.device) for part in parts]
 
 
-def _with_reference(run: Run, micro: Batch, always: bool = False) -> Batch:
+def _with_reference(run: Run, micro: Batch, forwarded: Forwarded, always: bool = False) -> Batch:
     """Add the reference's log-probs, once for all epochs, where the loss (or `always`) needs them."""
     if run.reference is None or not (always or run.objective.kl_in_loss):
         return micro
     with torch.no_grad(), run.reference.model() as reference:
-        ref_logps, _ = _logps(run, reference, micro)
+        ref_logps, _ = _logps(run, reference, forwarded)
     return replace(micro, ref_logps=ref_logps)
 
 
 @torch.no_grad()
-def _with_choice(run: Run, micros: list[Batch], number: int) -> list[Batch]:
+def _with_choice(run: Run, micros: list[Batch], forwarded: Sequence[Forwarded], number: int) -> list[Batch]:
     """Mark which tokens are trained, and which anchored, where the objective chooses: a pass over the step before."""
     if not run.objective.chooses_tokens or not micros:
         return micros
-    seen = [(micro.mask, *policy_logps(run, micro), micro.advantages.expand(micro.mask.shape)) for micro in micros]
+    seen = [
+        (micro.mask, *_logps(run, run.policy, rows), micro.advantages.expand(micro.mask.shape))
+        for micro, rows in zip(micros, forwarded, strict=True)
+    ]
     logps, entropies, advantages = (torch.cat([one[index][one[0]] for one in seen]) for index in (1, 2, 3))
     seed = run.sampling.seed * 1_000_003 + number
     chosen = choose_tokens(run.objective, seed, logps=logps, entropies=entropies, advantages=advantages)

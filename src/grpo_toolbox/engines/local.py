@@ -163,9 +163,11 @@ class _Decoding:
         self._marks.append((version, drawn.tolist()))
 
     def _stretches(self, row: int, count: int, version: int) -> list[tuple[int, int]]:
+        if not self._marks:
+            return [(version, count)]
         ends = [*((former, drawn[row]) for former, drawn in self._marks), (version, count)]
         counts = zip(ends, [0, *(end for _, end in ends)], strict=False)
-        return [(drawn_by, end - before) for (drawn_by, end), before in counts if end > before] or [(version, 0)]
+        return [(drawn_by, end - before) for (drawn_by, end), before in counts if end > before]
 
     def read_again(self) -> None:
         """Compute keys and values of the rows that go on anew, of their prompts and of what they have drawn."""

@@ -164,12 +164,7 @@ def _flat(states: Tensor) -> Tensor:
 
 
 def packed_layout(
-    prompt_lengths: list[int],
-    completion_lengths: list[int],
-    group: list[int],
-    device: Any,
-    *,
-    shelf: Shelf | None = None,
+    prompt_lengths: list[int], completion_lengths: list[int], group: list[int], device: Any
 ) -> PackedLayout:
     """Lay out U prompts and then B completions, one behind the other, as one sequence without padding."""
     lengths = torch.tensor([*prompt_lengths, *completion_lengths])
@@ -187,7 +182,7 @@ def packed_layout(
     mask = torch.cat([sees_prompt, sees_itself], dim=2).unsqueeze(1)
     sources = [real.flatten().nonzero().squeeze(1) for real in (prompt_real, completion_real)]
     tensors = (part.to(device) for part in (prompt_index, completion_index, owner, mask, *sources))
-    return PackedLayout(*tensors, shelf=shelf)
+    return PackedLayout(*tensors)
 
 
 def _places(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch
 from grpo_toolbox.gradients import goes_in_place, looked_up
-from grpo_toolbox.models.attention import Layout, layout_attention, packed_layout
+from grpo_toolbox.models.attention import Layout, PackedLayout, layout_attention, packed_layout
 from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.models.linear import fast_linear
 from grpo_toolbox.models.shelf import Shelf
@@ -75,39 +77,69 @@ def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor
     return _packed_hidden(plain, batch, Shelf()) if packed else _padded_hidden(plain, batch)
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """A batch as one sequence of N tokens, each prompt once: what every model that forwards it needs alike."""
+
+    ids: Tensor
+    """(1, N), and `positions` (1, N) in each token's own row."""
+    positions: Tensor
+    predictors: Tensor
+    """(M,) which position predicts each completion token, and `targets` (M,) which token that is."""
+    targets: Tensor
+    layout: Layout
+
+
+_PACKINGS: WeakKeyDictionary[Batch, _Packing] = WeakKeyDictionary()
+"""Policy and reference, and all epochs, run over the same packing: it is made once."""
+
+
+def _packing(batch: Batch) -> _Packing:
+    if batch not in _PACKINGS:
+        device = batch.mask.device
+        heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
+        prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
+        positions = [place for length in prompt_lengths for place in range(length)]
+        for group, length in zip(batch.group, lengths, strict=True):
+            positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
+        _PACKINGS[batch] = _Packing(
+            ids=torch.tensor([[token for part in (*batch.prompts, *heads) for token in part]], device=device),
+            positions=torch.tensor([positions], device=device),
+            predictors=_predictors(batch, prompt_lengths, lengths).to(device),
+            targets=torch.tensor([token for row in batch.completions for token in row], device=device),
+            layout=_layout(prompt_lengths, lengths, list(batch.group), device),
+        )
+    return _PACKINGS[batch]
+
+
 def _packed(model: Any, batch: Batch, temperature: float, shelf: Shelf) -> tuple[Tensor, Tensor]:
-    targets = torch.tensor([token for row in batch.completions for token in row], device=batch.mask.device)
     hidden = _packed_hidden(model, batch, shelf)
     head = _plain_head(model)
     in_float32 = isinstance(head, Float32Head)
+    targets = _packing(batch).targets
     logps, entropy = head_logps_and_entropy(hidden, head.weight, targets, temperature, in_float32=in_float32)
     return spread(logps, batch), spread(entropy, batch)
 
 
 def _packed_hidden(model: Any, batch: Batch, shelf: Shelf) -> Tensor:
-    device = batch.mask.device
-    heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
-    prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
-    ids = [token for part in (*batch.prompts, *heads) for token in part]
-    positions = [place for length in prompt_lengths for place in range(length)]
-    for group, length in zip(batch.group, lengths, strict=True):
-        positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
     # a layer that is computed twice as a whole need not compute parts of it thrice
-    again = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if again:
-        shelf = Shelf(closed=True)
-    layout = _layout(prompt_lengths, lengths, list(batch.group), device, None if again else shelf)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        shelf = Shelf(frugal=shelf.frugal, closed=True)
+    packing = _packing(batch)
+    layout = packing.layout
+    if isinstance(layout, PackedLayout) and not shelf.closed:
+        layout = replace(layout, shelf=shelf)
     with layout_attention(model), fast_linear(model, shelf):
         hidden = decoder(model)(
-            **_inputs(model, torch.tensor([ids], device=device)),
-            position_ids=torch.tensor([positions], device=device),
+            **_inputs(model, packing.ids),
+            position_ids=packing.positions,
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]  # (N, H)
     if hidden.requires_grad:
         shelf.tidy()
         hidden.register_hook(lambda _: shelf.tidy())  # the head's probabilities are gone by then
-    return hidden[_predictors(batch, prompt_lengths, lengths).to(device)]
+    return hidden[packing.predictors]
 
 
 def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
@@ -120,15 +152,13 @@ def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids}
 
 
-def _layout(
-    prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device, shelf: Shelf | None
-) -> Layout:
+def _layout(prompt_lengths: list[int], lengths: list[int], group: list[int], device: torch.device) -> Layout:
     if device.type == "cuda":
         from grpo_toolbox.models.flex import flex_layout, flex_works
 
         if flex_works(device):
             return flex_layout(prompt_lengths, lengths, group, device)
-    return packed_layout(prompt_lengths, lengths, group, device, shelf=shelf)
+    return packed_layout(prompt_lengths, lengths, group, device)
 
 
 def decoder(model: Any) -> Any:

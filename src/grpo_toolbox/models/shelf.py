@@ -24,12 +24,13 @@ _LINE = 64
 class Shelf:
     """Copies of one pass's tensors, one behind the other.
 
-    With `recompute_mlp` an MLP's wide activations are not among them. A `closed` one takes nothing: for passes whose
+    With `recompute_mlp` an MLP's wide activations are not among them. With `frugal` what the pass has freed is given
+    back at its turning points, at the price of clearing the pages anew. A `closed` one takes nothing: for passes whose
     layers are computed again as a whole.
     """
 
-    def __init__(self, *, recompute_mlp: bool = False, closed: bool = False) -> None:
-        self.recompute_mlp, self._closed = recompute_mlp, closed
+    def __init__(self, *, recompute_mlp: bool = False, frugal: bool = False, closed: bool = False) -> None:
+        self.recompute_mlp, self.frugal, self.closed = recompute_mlp, frugal, closed
         self._blocks: list[torch.UntypedStorage] = []
         self.clear()
 
@@ -43,7 +44,7 @@ class Shelf:
 
         Put again right away, as by layers that share their input, it is the same copy.
         """
-        if self._closed or x.device.type != "cpu" or x.nbytes < _WORTH_PUTTING:
+        if self.closed or x.device.type != "cpu" or x.nbytes < _WORTH_PUTTING:
             return x
         if self._last is not None and self._last[0]() is x and self._last[1] == x._version:
             return self._last[2]
@@ -54,8 +55,8 @@ class Shelf:
         return copy
 
     def tidy(self) -> None:
-        """Give back what the pass has freed so far, once it is one of those that put something here."""
-        if self._number >= 0:
+        """Give back what the pass has freed so far, where that is asked for."""
+        if self.frugal:
             hand_back_freed_memory()
 
     def _place(self, size: int, dtype: torch.dtype) -> Tensor:
