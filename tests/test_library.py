@@ -238,7 +238,7 @@ def test_what_cannot_be_had_names_what_to_use(fields: dict[str, Any], words: str
         ({"optim": "adafactor"}, "optimizers=(optimizer, scheduler)"),
         ({"lr_scheduler_type": "polynomial"}, "optimizers=(optimizer, scheduler)"),
         ({"report_to": "mlflow"}, "callbacks=[…]"),
-        ({"model_init_kwargs": {"revision": "main"}}, "Load the model yourself"),
+        ({"model_init_kwargs": {"subfolder": "main"}}, "Load the model yourself"),
         ({"generation_kwargs": {"num_beams": 2}}, "min_new_tokens"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "set one of them"),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "must be a multiple"),
@@ -438,6 +438,54 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
+def test_several_evaluations_are_told_apart_by_name(tmp_path: Path) -> None:
+    """As in TRL: each data set's metrics have its name; the first one's reward decides which checkpoint is the best."""
+    parts = {"easy": ROWS[:2], "hard": ROWS[2:6]}
+    args = config(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer = trained(tmp_path, args=args, eval_dataset=parts)
+    rewards = [[name for name in entry if name.endswith("_reward")] for entry in trainer.state.log_history]
+    assert [names for names in rewards if names] == [["eval_easy_reward"], ["eval_hard_reward"]] * 2  # before, and at 2
+    assert {"eval_easy_reward", "eval_hard_reward", "eval_hard_rewards/digits/mean"} <= set(trainer.evaluate())
+
+
+def test_what_scripts_ask_of_a_trainer_beside_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = trained(tmp_path)
+    assert trainer.accelerator.is_main_process
+    assert (trainer.accelerator.num_processes, trainer.accelerator.device) == (1, trainer.args.device)
+    assert len(trainer.train_dataset) == 16
+    trainer.log_metrics("train", {"train_loss": 0.12345, "train_samples": 16})
+    assert "train_loss    = 0.1235\n  train_samples = 16" in capsys.readouterr().out
+    trainer.save_metrics("train", {"train_loss": 0.5})
+    trainer.save_metrics("eval", {"eval_reward": 1.0})
+    folder = tmp_path / "run"
+    assert json.loads((folder / "train_results.json").read_text()) == {"train_loss": 0.5}
+    assert json.loads((folder / "all_results.json").read_text()) == {"train_loss": 0.5, "eval_reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("tokenizer", "GRPOTrainer(tokenizer=…) is not an argument. Use processing_class."),
+        ("ref_model", "Use beta in args: the reference is the model as training begins."),
+        ("reward_fns", "Did you mean reward_funcs?"),
+        ("learning_rate", "Settings go into args=GRPOConfig(…)."),
+    ],
+)
+def test_an_argument_that_is_not_there_names_the_one_that_is_meant(argument: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        GRPOTrainer("builtin:tiny", digits, train_dataset=ROWS, **{argument: None})
+    assert words in str(raised.value)
+
+
+def test_scripts_may_pass_what_changes_nothing() -> None:
+    """`data_seed` of the same number, a revision that is the only one, `do_sample` where samples are drawn anyway."""
+    kwargs = {"revision": "main", "use_cache": False, "torch_dtype": "bfloat16", "attn_implementation": None}
+    made = run_config(GRPOConfig(data_seed=42, generation_kwargs={"do_sample": True}, model_init_kwargs=kwargs))
+    assert made.model.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="Load the model yourself"):
+        run_config(GRPOConfig(model_init_kwargs={"revision": "v2"}))
+
+
 def test_callbacks_come_and_go(tmp_path: Path) -> None:
     trainer = GRPOTrainer("builtin:tiny", digits, config(tmp_path), ROWS)
     trainer.add_callback(Recorder)
@@ -513,40 +561,6 @@ def test_rloo_trains(tmp_path: Path) -> None:
     trainer = RLOOTrainer("builtin:tiny", digits, args, ROWS)
     assert trainer.train().global_step == 2
     assert "kl" in trainer.state.log_history[0]
-
-
-def test_what_is_pushed_is_the_model_its_tokenizer_and_its_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub's client is another's; this holds its place and says which files of the run folder it would upload."""
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    asked: dict[str, Any] = {}
-
-    class Api:
-        def __init__(self, token: str | None) -> None:
-            asked["token"] = token
-
-        def create_repo(self, repo: str, private: bool | None, exist_ok: bool) -> Any:
-            return huggingface_hub.RepoUrl(f"https://huggingface.co/someone/{repo}")
-
-        def upload_folder(self, folder_path: Path, allow_patterns: Any, ignore_patterns: Any, **more: Any) -> str:
-            files = [str(one.relative_to(folder_path)) for one in folder_path.rglob("*") if one.is_file()]
-            kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-            asked.update(more, files=sorted(kept))
-            return "a commit"
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    args = config(tmp_path, push_to_hub=True, hub_model_id="small", hub_token="secret", hub_private_repo=True)
-    trainer = trained(tmp_path, args=args)
-    assert (asked["token"], asked["repo_id"], asked["run_as_future"]) == ("secret", "someone/small", False)
-    names = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
-    assert names <= set(asked["files"])
-    assert all(name in names or "token" in name for name in asked["files"])
-    assert "secret" not in (trainer.run_dir / "README.md").read_text()
-    assert trainer.push_to_hub("again", blocking=False) == "a commit"
-    assert (asked["commit_message"], asked["run_as_future"]) == ("again", True)
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,18 @@ METHODS = {
     "is_local_process_zero": "self",
     "is_world_process_zero": "self",
     "log": "self, logs, start_time=None",
+    "log_metrics": "self, split, metrics",
     "pop_callback": "self, callback",
     "push_to_hub": (
         "self, commit_message='End of training', blocking=True, token=None, revision=None, private=None, **kwargs"
     ),
     "remove_callback": "self, callback",
+    "save_metrics": "self, split, metrics, combined=True",
     "save_model": "self, output_dir=None, *, merged=False",
     "save_state": "self",
     "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
 }
-ATTRIBUTES = {"config_class", "control", "model", "optimizer", "run_dir", "state"}
+ATTRIBUTES = {"accelerator", "config_class", "control", "model", "optimizer", "run_dir", "state"}
 REWARDS = {
     "accuracy_reward": "completions, solution, log_extra=None, **kwargs",
     "get_cosine_scaled_reward": (
@@ -60,8 +62,8 @@ def test_the_package_exports() -> None:
 
 
 def test_trainers_are_made_of() -> None:
-    assert signature(GRPOTrainer) == MADE_OF + GRPO_ONLY
-    assert signature(RLOOTrainer) == MADE_OF
+    assert signature(GRPOTrainer.__init__) == f"self, {MADE_OF}{GRPO_ONLY}"
+    assert signature(RLOOTrainer.__init__) == f"self, {MADE_OF}"
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
@@ -87,5 +89,14 @@ def test_trainers_take_what_trls_take() -> None:
     trl = pytest.importorskip("trl")
     assert signature(trl.GRPOTrainer.__init__) == f"self, {MADE_OF}{GRPO_ONLY}"
     assert signature(trl.RLOOTrainer.__init__).replace("reward_funcs,", "reward_funcs=None,") == f"self, {MADE_OF}"
-    for name in ("train", "evaluate", "log", "add_callback", "push_to_hub", "create_model_card"):
+    for name in (
+        "train",
+        "evaluate",
+        "log",
+        "log_metrics",
+        "save_metrics",
+        "add_callback",
+        "push_to_hub",
+        "create_model_card",
+    ):
         assert signature(getattr(trl.GRPOTrainer, name)) == METHODS[name], name

@@ -45,17 +45,19 @@ class Arguments:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be had or is of another type, and say what has no effect."""
+        wanted: Any = self
         for name, value in self.changed().items():
             one = FIELD_MAP[name]
             where = f"{type(self).__name__}({name}={value!r})"
             if dict in typing.get_args(one.kind) + tuple(map(typing.get_origin, typing.get_args(one.kind))):
                 setattr(self, name, value := _parsed(where, value))
             _check_type(where, one.kind, value)
+            if name == "data_seed" and value == wanted.seed:
+                continue
             if one.status == "refused":
                 raise ConfigError(f"{where} cannot be had here. What to use: {one.note}.")
             if one.status == "accepted":
                 log.warning("%s has no effect here: %s.", where, one.note)
-        wanted: Any = self
         if wanted.load_best_model_at_end and wanted.metric_for_best_model is None:
             wanted.metric_for_best_model = "eval_reward"
         if wanted.metric_for_best_model is not None and wanted.greater_is_better is None:
@@ -69,6 +71,18 @@ class Arguments:
             for name, one in known.items()
             if not _same(getattr(self, name), default_of(one, self.algorithm))
         }
+
+    @property
+    def device(self) -> Any:
+        """The torch device that the trainer will take."""
+        import torch
+
+        wanted: Any = self
+        return torch.device("cuda" if torch.cuda.is_available() and not wanted.use_cpu else "cpu")
+
+    def get_process_log_level(self) -> int:
+        """Return the level that scripts set their loggers to: WARNING, as transformers' is where none was chosen."""
+        return logging.WARNING
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ class Events(Callback):
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         self.tokens = 0.0
+        self.eval_prefix = "eval"
+        """Of what the loop evaluates on."""
+        self.evaluate_others: Callable[[], Any] = lambda: None
+        """Evaluates on the other data sets, where there are several."""
         self._passes = passes
         self._run: Run | None = None
         self._shown: dict[str, Any] = {}
@@ -112,7 +116,8 @@ class Events(Callback):
         evaluated = {name: step.metrics[name] for name in step.metrics if name.startswith(("eval/", "time/eval"))}
         if evaluated:
             assert self._run is not None
-            self.evaluated(evaluated, len(self._run.eval_prompts))
+            self.evaluated(evaluated, len(self._run.eval_prompts), self.eval_prefix)
+            self.evaluate_others()
         if step.number:
             self._due.save = self._due.save or self.control.should_save
             self._due.stop = self.control.should_training_stop or self.control.should_epoch_stop

@@ -51,6 +51,15 @@ def rows_of(dataset: Any, name: str, most: int | None = None) -> list[dict[str, 
     return check_rows(kept, answer_column=None, source=name)
 
 
+def eval_parts(dataset: Any) -> dict[str, Any]:
+    """Return the data sets to evaluate on by the prefix of their metrics; several come in a dict by name, as in TRL."""
+    if dataset is None:
+        return {}
+    if not isinstance(dataset, Mapping):
+        return {"eval": dataset}
+    return {f"eval_{name}": part for name, part in dataset.items()}
+
+
 def size_of(dataset: Any) -> int | None:
     """Return how many rows a data set has; None where it does not say."""
     return len(dataset) if hasattr(dataset, "__len__") else None

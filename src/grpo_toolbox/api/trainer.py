@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_toolbox.api.card import model_card, push_folder
-from grpo_toolbox.api.circumstances import refuse_later, refuse_processes, without_bars
+from grpo_toolbox.api.circumstances import OneProcess, refuse_later, refuse_processes, refuse_unknown, without_bars
 from grpo_toolbox.api.configs import GRPOConfig, RLOOConfig
 from grpo_toolbox.api.events import Events, made_callback
 from grpo_toolbox.api.folders import claimed, free_folder, resumed_from
 from grpo_toolbox.api.given import (
     checkpoint_model,
     described_reward,
+    eval_parts,
     model_named,
     reward_of,
     rows_of,
     size_of,
 )
 from grpo_toolbox.api.optimizers import Schedule, given_optimizer
+from grpo_toolbox.api.reports import metrics_table, write_metrics
 from grpo_toolbox.api.translate import translate
 from grpo_toolbox.api.translate_model import four_bit_keys
 from grpo_toolbox.callbacks import build_callbacks
@@ -63,6 +65,11 @@ class GRPOTrainer:
     """
 
     config_class: Any = GRPOConfig
+
+    def __new__(cls, *given: Any, **named: Any) -> GRPOTrainer:
+        """Refuse an argument that is not there, such as one of an older TRL, by the name of the one that is meant."""
+        refuse_unknown(cls, named)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -106,13 +113,18 @@ class GRPOTrainer:
             log.warning("%s: %s", type(self).__name__, note)
         most = None if size is not None else config.trainer.max_steps * config.rollout.prompts_per_step
         rows = rows_of(train_dataset, "train_dataset", most)
-        eval_rows = [] if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
+        self._eval_parts = eval_parts(eval_dataset)
+        first, *others = self._eval_parts or ["eval"]
+        eval_rows = rows_of(self._eval_parts[first], "eval_dataset") if self._eval_parts else []
         check_size(config.rollout, len(rows))
         reward.check_columns([*rows[0]])
         reward.check_rows(rows)
         self._config, self._plain, self._pace = config, plain, pace
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._optimizers = optimizers
         self._events = Events(self.args, callbacks or (), pace.passes)
+        self._events.eval_prefix = first
+        self._events.evaluate_others = lambda: [self.evaluate(self._eval_parts[one], None, one) for one in others]
         self._given = Given(None if named else model, processing_class, peft_config)
         self._inputs = Inputs(rows, eval_rows, (), reward)
         self._run = self._built()
@@ -157,6 +169,11 @@ class GRPOTrainer:
     def run_dir(self) -> Path:
         """The folder of the run: metrics.jsonl, config.yaml, checkpoints."""
         return self._run.info.run_dir
+
+    @property
+    def accelerator(self) -> OneProcess:
+        """What scripts ask of accelerate's Accelerator: the one process that trains, and its device."""
+        return OneProcess(self._run.device)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes: always, one process trains."""
@@ -221,6 +238,8 @@ class GRPOTrainer:
         Returns and logs `eval_reward`, `eval_reward_std`, `eval_pass@1`, `eval_rewards/<name>/mean`, lengths and times;
         no loss is computed, so there is no `eval_loss`.
         """
+        if eval_dataset is None and len(self._eval_parts) > 1:
+            eval_dataset = {name.removeprefix("eval_"): part for name, part in self._eval_parts.items()}
         if isinstance(eval_dataset, Mapping):
             parts = [
                 self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}") for name, part in eval_dataset.items()
@@ -242,6 +261,14 @@ class GRPOTrainer:
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and show it to the callbacks."""
         self._events.log(logs)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print the metrics of a split, `train` or `eval`."""
+        print(metrics_table(split, metrics))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` into output_dir, and with `combined` add them to `all_results.json`."""
+        write_metrics(Path(str(self._config.run_dir)).expanduser(), split, metrics, combined)
 
     def add_callback(self, callback: Any) -> None:
         """Add a transformers TrainerCallback, an object or its class."""

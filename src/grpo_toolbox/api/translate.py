@@ -228,6 +228,8 @@ def _data(args: Arguments, notes: list[str]) -> dict[str, Any]:
         )
         keys |= {"data.max_prompt_tokens": longest, "data.on_long": "drop"}
     options = dict(_of(args, "generation_kwargs") or {})
+    if options.get("do_sample"):
+        del options["do_sample"]
     taken = ("min_new_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     for name in options:
         if name not in taken:

@@ -7,6 +7,8 @@ from typing import Any
 
 from grpo_toolbox.errors import ConfigError, suggest
 
+IDLE = {"use_cache": None, "revision": "main", "low_cpu_mem_usage": None}
+"""What scripts pass as well: of no effect, where None or with the value named."""
 TAKEN = ("dtype", "torch_dtype", "attn_implementation", "device_map", "trust_remote_code", "quantization_config")
 
 
@@ -15,7 +17,9 @@ def model_keys(args: Any) -> dict[str, Any]:
     options = args.model_init_kwargs or {}
     if not isinstance(options, Mapping):
         raise ConfigError(f"model_init_kwargs={options!r} must be a dict such as {{'dtype': 'bfloat16'}}.")
-    for name in options:
+    for name, value in options.items():
+        if value is None or (name in IDLE and IDLE[name] in (None, value)):
+            continue
         if name not in TAKEN:
             raise ConfigError(
                 f"model_init_kwargs takes {', '.join(TAKEN)} here, not {name}.{suggest(name, TAKEN)} Load the model "
