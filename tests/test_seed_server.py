@@ -1,7 +1,8 @@
 """A script for TRL's server mode and the vLLM that its text starts, both by the command lines as they stand.
 
 As in `test_seed_scripts.py`, what is on the hub is replaced by what is here. On a processor vLLM has no program of its
-own, so its API server, which is the same, is started with the same words.
+own, so its API server, which is the same, is started with the same words; and its `auto` is bfloat16 there, where the
+trainer's is float32, so that it is told.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     model = save_chat_model(tmp_path / "model", width=64)
     command, _ = fragment("launch beside vllm").replace("\\\n", " ").strip().splitlines()
     program = f"{python} -m vllm.entrypoints.openai.api_server --model"
-    words = command.replace("vllm serve Qwen/Qwen3-4B", f"exec {program} {model}")
+    words = command.replace("vllm serve Qwen/Qwen3-4B", f"exec {program} {model} --dtype float32")
     assert words != command
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "vllm.log").open("wb") as log:
