@@ -69,7 +69,7 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_a_script_in_server_mode_trains_beside_the_vllm_of_its_text(served: str, tmp_path: Path) -> None:
-    """Weights go to the server after each step; its log-probs, corrected for, are next to the trainer's."""
+    """Weights go to the server after each step; its log-probs are next to the trainer's, and corrected for."""
     Dataset.from_list([{"prompt": CHAT, "solution": "$4$"}]).to_json(tmp_path / "data" / "train.jsonl")
     script = fragment("vllm, as a server") + fragment("quick start")
     script = script.replace("train_dataset=", "args=training_args, train_dataset=")
@@ -82,7 +82,7 @@ def test_a_script_in_server_mode_trains_beside_the_vllm_of_its_text(served: str,
     lines = metrics(tmp_path / "trainer_output")
     assert len(lines) == 3
     assert all(line["sampler/logp_gap_max"] < 1e-2 for line in lines)
-    assert all("correction" in line for line in lines)
+    assert "correction: sequence_mask" in (tmp_path / "trainer_output" / "config.yaml").read_text(encoding="utf-8")
 
 
 def test_the_other_text_s_server_is_served_by_ours(tmp_path: Path) -> None:
