@@ -184,6 +184,21 @@ def test_no_worker_outlives_a_killed_process() -> None:
     assert all(map(gone, ids))  # the busy one by the kernel: with its parent, or by the limit on its processor time
 
 
+@pytest.mark.slow
+def test_time_in_which_everything_was_stopped_does_not_count() -> None:
+    steps = "sum(__import__('time').sleep(0.05) is None for _ in range(20))"
+    process, ids = started(f'print(pool.submit("{steps}", 8.0).result(), flush=True)\npool.close()')
+    time.sleep(0.2)
+    everything = [process.pid, *ids]
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(9.0)
+    for pid in reversed(everything):
+        os.kill(pid, signal.SIGCONT)
+    said, wrong = process.communicate(timeout=300)
+    assert said.split() == ["20"], wrong
+
+
 def test_a_forked_process_has_workers_of_its_own() -> None:
     program = PROGRAM.format(
         then="""

@@ -27,6 +27,8 @@ START_SECONDS = 300.0
 """What a worker may take to import what it needs; it does not count against the limit of a job."""
 IDLE_SECONDS = 300.0
 """After so long without work a worker ends."""
+_GLANCE = 0.25
+"""Seconds waited at a time: of those in which this process was stopped, as a batch system does it, no more count."""
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -231,12 +233,17 @@ class _Worker:
 
     def _line(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
-        until = time.monotonic() + seconds
+        left = seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._read:
-                if not selector.select(max(0.0, until - time.monotonic())):
+                if left <= 0:
                     raise TooMuch(f"no answer within {seconds:g} s")
+                began, patience = time.monotonic(), min(left, _GLANCE)
+                ready = selector.select(patience)
+                left -= min(time.monotonic() - began, 2 * patience)
+                if not ready:
+                    continue
                 chunk = os.read(self.process.stdout.fileno(), 65536)
                 if not chunk:
                     with contextlib.suppress(subprocess.TimeoutExpired):
