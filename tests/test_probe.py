@@ -12,7 +12,7 @@ import torch
 
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
-from grpo_toolbox.engines.probe import DRAWN, SCORED, Probe, Reading, Row, canary_rows
+from grpo_toolbox.engines.probe import DRAWN, SCORED, Gap, Probe, Reading, Row, canary_rows
 from grpo_toolbox.engines.targets import EngineTarget
 from grpo_toolbox.engines.teacher import Teacher
 from grpo_toolbox.engines.watch import SyncWatch
@@ -179,6 +179,16 @@ def test_half_precision_from_the_start_is_noise_and_a_missed_sync_is_seen_all_th
     assert probe.check([server], moved=True)[0].cause == "delivery"
     server.model = copy.deepcopy(policy)
     assert probe.check([server], moved=False)[0].cause is None
+
+
+def test_a_single_token_may_lie_further_out_than_the_mean_of_many() -> None:
+    """Noise 0.004 on average: 4 · 0.004 = 0.016 is allowed, times 1 + 3/√n: 0.064 of one token, 0.022 of 64."""
+    limit = Gap(0.004, 0.02, 64).limit()
+    assert Gap(0.023, 0.023, 1).within(limit)
+    assert not Gap(0.065, 0.065, 1).within(limit)
+    assert Gap(0.0219, 0.03, 64).within(limit)
+    assert not Gap(0.0221, 0.03, 64).within(limit)
+    assert not Gap(0.001, 0.081, 64).within(limit)
 
 
 def test_tokens_that_the_server_puts_in_front() -> None:

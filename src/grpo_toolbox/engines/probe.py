@@ -30,6 +30,9 @@ SCORED = 16
 """Tokens scored behind each canary; servers answer at most 20 unless told otherwise."""
 MARGIN = 4.0
 """How many times the noise measured with equal weights a gap may be: noise grows as a policy sharpens."""
+FEW = 3.0
+"""How many standard errors the mean of n tokens may lie higher, where one token's spread is about as large as its mean:
+a completion that ends at once leaves one."""
 FLOOR_MEAN, FLOOR_MAX = FLOAT32_ROUNDING / 10, FLOAT32_ROUNDING
 """No gap below these counts, in nats: rounding grows with the logits, and noise may be measured as 0 at first."""
 MOVED = 1e-5
@@ -67,6 +70,8 @@ class Gap:
 
     mean: float
     max: float
+    count: int = 0
+    """Of how many tokens; 0 is of so many that their number does not matter."""
 
     @classmethod
     def of(cls, differences: Sequence[Tensor]) -> Gap:
@@ -74,7 +79,7 @@ class Gap:
         distance = torch.cat([one.double().abs() for one in differences])
         if not torch.isfinite(distance).all():
             return cls(float("inf"), float("inf"))
-        return cls(float(distance.mean()), float(distance.max())) if len(distance) else cls(0.0, 0.0)
+        return cls(float(distance.mean()), float(distance.max()), len(distance)) if len(distance) else cls(0.0, 0.0)
 
     @classmethod
     def of_scores(cls, scored: Sequence[Scores], expected: Tensor) -> Gap:
@@ -83,8 +88,9 @@ class Gap:
         return cls.of([torch.tensor(list(one.values())) - row[list(one)] for one, row in pairs])
 
     def within(self, other: Gap) -> bool:
-        """Whether neither mean nor maximum is above the other's."""
-        return self.mean <= other.mean and self.max <= other.max
+        """Whether neither mean nor maximum is above what the other allows: of few tokens the mean varies more."""
+        few = FEW / self.count**0.5 if self.count else 0.0
+        return self.mean <= (1 + few) * other.mean and self.max <= other.max
 
     def limit(self) -> Gap:
         """Return what is allowed where this is the noise."""
