@@ -40,7 +40,7 @@ FULL |= {"beta": 0.0, "lr": 1e-6, "max_grad_norm": 1.0, "mask_truncated": 1}  # 
 GSPO = {"clip_eps": 3e-4, "clip_eps_high": 4e-4, "steps_per_generation": 8}  # a mean over tokens moves that much less
 CHOICES = {"scale_rewards": ("group", "none"), "loss_type": ("grpo", "dapo", "dr_grpo")}
 CHOICES |= {"is_level": ("token", "sequence"), "report_to": ("none", "trackio", "wandb")}
-NUMBER = re.compile(r"[* ]*(?:[a-z ]*[=:])?[* $]*([-+]?[\d,]*\.?\d+)(?: ?[a-z]{2,}| ?%)?[* .$]*", re.IGNORECASE)
+NUMBER = re.compile(r"[* ]*(?:[a-z ]*[=:])?[* $]*((?:[-+] ?)?[\d,]*\.?\d+)(?: ?[a-z]{2,}| ?%)?[* .$]*", re.IGNORECASE)
 FINAL = re.compile(r"(?:####|\\boxed\{(?=[^{}\n]*\}))([^{}\\\n]*)")
 TASK = "\n\nReason step by step, and end with the answer on a line of its own: #### <number>"
 
@@ -152,7 +152,7 @@ def train(model: Any, tokenizer: Any, batches: Any, reward: Any, s: Namespace, u
 def same_number(text: str, answer: str) -> float:
     """1 if a text is the right number and no more than its label and unit (`72`, `x = $1,000`, `72 apples`), else 0."""
     said, right = (NUMBER.fullmatch(one.strip()) for one in (text, answer))
-    return float(bool(said and right) and float(said[1].replace(",", "")) == float(right[1].replace(",", "")))
+    return float(bool(said and right) and float(re.sub("[, ]", "", said[1])) == float(re.sub("[, ]", "", right[1])))
 
 
 def final_number(text: str, answer: str) -> float:
