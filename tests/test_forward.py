@@ -12,6 +12,7 @@ from grpo_toolbox.batch import Batch, collate
 from grpo_toolbox.cli.main import main
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
+from grpo_toolbox.models import forward
 from grpo_toolbox.models.attention import PackedLayout, packed_layout
 from grpo_toolbox.models.forward import _predictors, completion_logps, packing_refusal, spread
 from grpo_toolbox.models.lora import LoraOptions, add_adapter
@@ -310,3 +311,21 @@ def test_a_run_that_cuts_nothing_and_packs_says_nothing(tmp_path, caplog):
         main(["train", f"run_dir={tmp_path}/run", "trainer.max_steps=1", "trainer.eval_every=0", "callbacks=none"]) == 0
     )
     assert not caplog.records
+
+
+def test_a_packing_is_made_once_for_two_passes_and_large_ones_are_not_held(monkeypatch):
+    """Masks grow with the square of the lengths: of those no more than the one of the pass at hand may stand."""
+    model, made = shared("llama"), []
+    make = forward.packed_layout
+    monkeypatch.setattr(forward, "packed_layout", lambda *lengths: made.append(lengths) or make(*lengths))
+    batch = batch_of(((1, 2), [(3, 4), (5,)]))
+    first, _ = completion_logps(model, batch, temperature=1.0, packed=True)
+    again, _ = completion_logps(model, batch, temperature=1.0, packed=True)
+    assert len(made) == 1
+    monkeypatch.setattr(forward, "_WORTH_KEEPING", 0)
+    large = batch_of(((1, 2), [(3, 4), (5,)]))
+    for number in (2, 3):
+        logps, _ = completion_logps(model, large, temperature=1.0, packed=True)
+        assert len(made) == number
+        assert torch.equal(logps, first)
+    assert torch.equal(again, first)

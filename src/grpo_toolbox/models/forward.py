@@ -74,7 +74,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:
     """Return the last hidden state (N, H) that predicts each token of the completions, row after row."""
     plain = plain_model(model)
-    return _packed_hidden(plain, batch, Shelf()) if packed else _padded_hidden(plain, batch)
+    return _packed_hidden(plain, _packing(batch), Shelf()) if packed else _padded_hidden(plain, batch)
 
 
 @dataclass(frozen=True)
@@ -91,41 +91,50 @@ class _Packing:
 
 
 _PACKINGS: WeakKeyDictionary[Batch, _Packing] = WeakKeyDictionary()
-"""Policy and reference, and all epochs, run over the same packing: it is made once."""
+"""Policy and reference, and all epochs, run over the same packing."""
+_WORTH_KEEPING = 2**20
+"""Bytes of a packing's mask up to which it is kept for the next pass: it grows with the square of the lengths, takes
+little time to make beside a pass that long, and a step's micro-batches would all hold theirs at once."""
 
 
 def _packing(batch: Batch) -> _Packing:
-    if batch not in _PACKINGS:
-        device = batch.mask.device
-        heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
-        prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
-        positions = [place for length in prompt_lengths for place in range(length)]
-        for group, length in zip(batch.group, lengths, strict=True):
-            positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
-        _PACKINGS[batch] = _Packing(
-            ids=torch.tensor([[token for part in (*batch.prompts, *heads) for token in part]], device=device),
-            positions=torch.tensor([positions], device=device),
-            predictors=_predictors(batch, prompt_lengths, lengths).to(device),
-            targets=torch.tensor([token for row in batch.completions for token in row], device=device),
-            layout=_layout(prompt_lengths, lengths, list(batch.group), device),
-        )
-    return _PACKINGS[batch]
+    packing = _PACKINGS.get(batch)
+    if packing is None:
+        packing = _pack(batch)
+        if not isinstance(packing.layout, PackedLayout) or packing.layout.mask.nbytes <= _WORTH_KEEPING:
+            _PACKINGS[batch] = packing
+    return packing
+
+
+def _pack(batch: Batch) -> _Packing:
+    device = batch.mask.device
+    heads = [ids[:-1] for ids in batch.completions]  # the last token predicts nothing that is trained
+    prompt_lengths, lengths = [len(ids) for ids in batch.prompts], [len(ids) for ids in heads]
+    positions = [place for length in prompt_lengths for place in range(length)]
+    for group, length in zip(batch.group, lengths, strict=True):
+        positions.extend(range(prompt_lengths[group], prompt_lengths[group] + length))
+    return _Packing(
+        ids=torch.tensor([[token for part in (*batch.prompts, *heads) for token in part]], device=device),
+        positions=torch.tensor([positions], device=device),
+        predictors=_predictors(batch, prompt_lengths, lengths).to(device),
+        targets=torch.tensor([token for row in batch.completions for token in row], device=device),
+        layout=_layout(prompt_lengths, lengths, list(batch.group), device),
+    )
 
 
 def _packed(model: Any, batch: Batch, temperature: float, shelf: Shelf) -> tuple[Tensor, Tensor]:
-    hidden = _packed_hidden(model, batch, shelf)
+    packing = _packing(batch)
+    hidden = _packed_hidden(model, packing, shelf)
     head = _plain_head(model)
     in_float32 = isinstance(head, Float32Head)
-    targets = _packing(batch).targets
-    logps, entropy = head_logps_and_entropy(hidden, head.weight, targets, temperature, in_float32=in_float32)
+    logps, entropy = head_logps_and_entropy(hidden, head.weight, packing.targets, temperature, in_float32=in_float32)
     return spread(logps, batch), spread(entropy, batch)
 
 
-def _packed_hidden(model: Any, batch: Batch, shelf: Shelf) -> Tensor:
+def _packed_hidden(model: Any, packing: _Packing, shelf: Shelf) -> Tensor:
     # a layer that is computed twice as a whole need not compute parts of it thrice
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         shelf = Shelf(frugal=shelf.frugal, closed=True)
-    packing = _packing(batch)
     layout = packing.layout
     if isinstance(layout, PackedLayout) and not shelf.closed:
         layout = replace(layout, shelf=shelf)
