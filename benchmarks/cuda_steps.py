@@ -4,7 +4,8 @@
     python benchmarks/cuda_steps.py --model FOLDER  # config and tokenizer are enough: weights are then random
 
 As benchmarks/steps.py, with float32 weights under bfloat16 autocast on both sides, the whole batch in one micro-batch,
-and the median of three steps, since the first one prepares kernels.
+and the median of three steps, since the first one prepares kernels. The side `graphs` is ours with
+rollout.cuda_graphs=true: whichever rolls out faster is to be the default.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MICRO_BATCH_TOKENS = 65536
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure until all is measured or time is up, print the table."""
-    options = parser(__doc__, tuple(STEPS), ("ours", "trl"))
+    options = parser(__doc__, tuple(STEPS), ("ours", "trl", "graphs"))
     options.add_argument("--micro-batch", type=int, default=64, help="rows that TRL trains at a time")
     options.add_argument("--minutes", type=float, default=9.0, help="after which nothing more is measured")
     options.set_defaults(device="cuda", repeats=3)
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if left < 5:
                 raise SideFailed("time is up")
             overrides = [f"trainer.micro_batch_tokens={MICRO_BATCH_TOKENS}"]
+            overrides += ["rollout.cuda_graphs=true"] if side == "graphs" else []
             return steps.measure(name, side, given, timeout=left, overrides=overrides)
 
         run_sides(arguments, measure)

@@ -53,7 +53,10 @@ def add_options(options: argparse.ArgumentParser) -> None:
 def measure(
     name: str, side: str, arguments: argparse.Namespace, *, timeout: float = 3600, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Measure one side of one workload in a process of its own and write it down; `overrides` are for our side."""
+    """Measure one side of one workload in a process of its own and write it down.
+
+    `overrides` are for our side, and whatever is not TRL is ours.
+    """
     load = workload(name, arguments.scale)
     job: dict[str, Any] = {
         "what": "steps",
@@ -62,7 +65,7 @@ def measure(
         "device": arguments.device,
         "steps": arguments.repeats,
     }
-    if side == "ours":
+    if side != "trl":
         found = in_child("ours.py", {**job, "overrides": list(overrides)}, arguments.threads, timeout)
         return record(name, side, arguments, found, overrides=list(overrides))
     job["micro_batch"] = min(arguments.micro_batch, load.rows)

@@ -98,6 +98,7 @@ IDLE: Mapping[str, str] = {
     "rollout.server.request_timeout_s": "TRL waits for a completion as long as it takes",
     "rollout.server.retries": "TRL asks five times",
     "rollout.quantize": "TRL samples with the weights as they are",
+    "rollout.cuda_graphs": "TRL samples with generate",
     "rollout.max_rows": "TRL decodes all rows at once",
     "rollout.max_oversampling": "it belongs to rollout.dynamic_sampling",
     "rollout.max_empty_steps": "it belongs to rollout.dynamic_sampling",

@@ -16,6 +16,7 @@ from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.convention import asked_convention
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
+from grpo_toolbox.engines.recorded import RecordedPass
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.float8 import refusal
 from grpo_toolbox.models.forward import in_half_precision
@@ -82,9 +83,15 @@ def build_engine(
             run_dir=info.run_dir,
         )
     _check_quantize(config.rollout, packs, device)
+    _check_cuda_graphs(config.rollout, packs, device)
     make: Callable[..., Engine] = HfEngine
     if config.rollout.engine == "local" and packs:
-        make = partial(LocalEngine, max_rows=config.rollout.max_rows, float8=config.rollout.quantize == "float8")
+        make = partial(
+            LocalEngine,
+            max_rows=config.rollout.max_rows,
+            float8=config.rollout.quantize == "float8",
+            recorded=RecordedPass() if config.rollout.cuda_graphs else None,
+        )
     return make(
         model,
         decode=decode,
@@ -100,6 +107,11 @@ def _check_quantize(rollout: RolloutConfig, packs: bool, device: torch.device) -
     reason = refusal(device) if rollout.engine == "local" and packs else "only rollout.engine=local has it"
     if reason is not None:
         raise ConfigError(f"rollout.quantize={rollout.quantize}: {reason}. Leave it out.")
+
+
+def _check_cuda_graphs(rollout: RolloutConfig, packs: bool, device: torch.device) -> None:
+    if rollout.cuda_graphs and not (device.type == "cuda" and rollout.engine == "local" and packs):
+        raise ConfigError("rollout.cuda_graphs=true needs rollout.engine=local on a CUDA device. Leave it out.")
 
 
 def generation_settings(

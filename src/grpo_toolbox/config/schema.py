@@ -229,6 +229,8 @@ class RolloutConfig:
     quantize: str = "none"
     """float8: rollout.engine=local samples from linear layers in that precision, made anew from the weights of each
     step; another policy than the trained one, so set objective.correction with it. none: from the weights."""
+    cuda_graphs: bool = False
+    """Record a token's forward pass of rollout.engine=local as a CUDA graph and replay it; not yet run on a GPU."""
     server: ServerConfig = field(default_factory=ServerConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     async_: AsyncConfig = field(default_factory=AsyncConfig)

@@ -82,6 +82,7 @@ class KeyValues:
         """Take in the groups of a finished prompt pass, `group_size` rows each, behind the rows that are there."""
         before, new = len(self._prompt_lengths), len(prompts.lengths)
         device = self.lengths.device
+        self._step = None
         self.span = max(self.span, prompts.span)
         self._prompt_lengths = torch.cat([self._prompt_lengths, torch.tensor(prompts.lengths, device=device)])
         self.group = torch.cat(
@@ -99,6 +100,7 @@ class KeyValues:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, in this order, and the prompts that they still need."""
+        self._step = None
         self.lengths, groups = self.lengths[rows], self.group[rows]
         self._own = {place: (keys[rows], values[rows]) for place, (keys, values) in self._own.items()}
         used, self.group = groups.unique(return_inverse=True)
@@ -120,14 +122,28 @@ class KeyValues:
         """Return where in its row (N,) the next token of each stands."""
         return self._prompt_lengths[self.group] + self.lengths
 
-    def begin(self) -> None:
-        """Prepare a forward pass of one more token per row."""
+    def begin(self, *, fixed: bool = False) -> bool:
+        """Prepare a forward pass of one more token per row.
+
+        With `fixed` it runs over all the room that there is, in tensors that stay where they are until rows come or
+        leave or the room grows; returns whether they are those of the pass before.
+        """
         longest = int(self.lengths.max()) + 1
         if longest > self._room:
             self._room = min(2 * self._room, self._max_new_tokens)
             for place, own in self._own.items():
                 self._own[place] = tuple(_widened(one, self._room) for one in own)  # type: ignore[assignment]
-        self._step = _Step(self._prompt_lengths, self.group, self.lengths, longest)
+            self._step = None
+        self.rewind()
+        if fixed and self._step is not None:
+            self._step.move(self.lengths)
+            return True
+        width = self._room if fixed else longest
+        self._step = _Step(self._prompt_lengths, self.group, self.lengths, width, fixed=fixed)
+        return False
+
+    def rewind(self) -> None:
+        """The next to attend is the first layer, whose first call it is."""
         self._calls.clear()
 
     def advance(self, rows: Tensor) -> None:
@@ -140,16 +156,18 @@ class KeyValues:
         assert step is not None
         self._calls[layer] += 1
         own_keys, own_values = self._own[place]
-        own_keys[step.rows, :, self.lengths] = key[:, :, 0]
-        own_values[step.rows, :, self.lengths] = value[:, :, 0]
+        own_keys[step.rows, :, step.lengths] = key[:, :, 0]
+        own_values[step.rows, :, step.lengths] = value[:, :, 0]
         return step.attend(query, self._prompts[place], (own_keys, own_values), scaling)
 
 
 class _Step:
     """Who sees what while every row draws one token: the same in all layers."""
 
-    def __init__(self, prompt_lengths: Tensor, group: Tensor, lengths: Tensor, longest: int) -> None:
+    def __init__(self, prompt_lengths: Tensor, group: Tensor, lengths: Tensor, longest: int, *, fixed: bool) -> None:
         device = group.device
+        self.lengths = lengths.clone() if fixed else lengths
+        """(N,) where each row's new token stands."""
         self.rows = torch.arange(len(group), device=device)
         self.longest = longest
         self.groups = len(prompt_lengths)
@@ -159,11 +177,20 @@ class _Step:
         firsts = per_group.cumsum(0) - per_group
         self.place = group * self.members + self.rows - firsts[group]
         self.whole = len(group) == self.groups * self.members
-        widest = int(prompt_lengths.max())
-        sees_prompt = torch.arange(widest, device=device) < prompt_lengths[group].unsqueeze(1)
-        sees_own = torch.arange(longest, device=device) <= lengths.unsqueeze(1)
-        hidden = ~torch.cat([sees_prompt, sees_own], dim=1)
-        self.hidden = hidden[:, None, None, :] if bool(hidden.any()) else None  # (N, 1, 1, S + longest)
+        self._sees_prompt = torch.arange(int(prompt_lengths.max()), device=device) < prompt_lengths[group].unsqueeze(1)
+        hidden = self._hidden(lengths)
+        self.hidden = hidden if fixed or bool(hidden.any()) else None
+
+    def move(self, lengths: Tensor) -> None:
+        """Let the next token of each row stand at `lengths` (N,), in the same tensors."""
+        assert self.hidden is not None
+        self.lengths.copy_(lengths)
+        self.hidden.copy_(self._hidden(lengths))
+
+    def _hidden(self, lengths: Tensor) -> Tensor:
+        """(N, 1, 1, S + longest) True on what a row does not see."""
+        sees_own = torch.arange(self.longest, device=lengths.device) <= lengths.unsqueeze(1)
+        return ~torch.cat([self._sees_prompt, sees_own], dim=1)[:, None, None, :]
 
     def attend(
         self, query: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float

@@ -7,8 +7,8 @@ rows leave the batch and waiting prompts take their place. Models that do not ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -18,17 +18,20 @@ from torch import Tensor, nn
 
 from grpo_toolbox.engines.cache import ContextPass, KeyValues, PromptPass
 from grpo_toolbox.engines.inprocess import Drawn, InProcessEngine
+from grpo_toolbox.engines.recorded import RecordedPass
 from grpo_toolbox.engines.sampling import row_keys, sample, uniforms
 from grpo_toolbox.models.attention import layout_attention
 from grpo_toolbox.models.float8 import float8_linear
 from grpo_toolbox.models.forward import decoder, plain_model
-from grpo_toolbox.models.linear import fast_linear, packed_linear
+from grpo_toolbox.models.linear import cast_linear, fast_linear, packed_linear
 from grpo_toolbox.types import Prompt, Sampling
 
 _PREFILL_TOKENS = 4096
 """Tokens of one prefill pass, so that its memory does not grow with the number of prompts."""
 _WORTH_MOVING = 0.85
 """Finished rows leave once no more than this share goes on: moving the cache costs about as much as a few idle rows."""
+_WORTH_RECORDING_ANEW = 0.5
+"""The same where a pass is recorded: idle rows cost a GPU little, and each change asks for another recording."""
 _WORTH_PACKING = 16
 """Tokens per completion from which on blocked copies of the weights gain more time than they cost."""
 _WORTH_ENTERING = 1 / 8
@@ -38,12 +41,21 @@ _WORTH_ENTERING = 1 / 8
 class LocalEngine(InProcessEngine):
     """Samples with the policy itself, at most `max_rows` rows at a time, or one group where that is larger.
 
-    With `float8` from copies of its linear layers in that precision.
+    With `float8` from copies of its linear layers in that precision; with `recorded` a token's forward pass is recorded
+    once and replayed.
     """
 
-    def __init__(self, model: nn.Module, *, max_rows: int = 256, float8: bool = False, **shared: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_rows: int = 256,
+        float8: bool = False,
+        recorded: RecordedPass | None = None,
+        **shared: Any,
+    ) -> None:
         super().__init__(model, **shared)
-        self._max_rows, self._float8 = max_rows, float8
+        self._max_rows, self._float8, self._recorded = max_rows, float8, recorded
         if float8:
             self.traits = replace(self.traits, exact=False)
         self._newer: Callable[[], int | None] = lambda: None
@@ -57,7 +69,7 @@ class LocalEngine(InProcessEngine):
         self._newer, self._recompute = newer, recompute
 
     def _draw(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling) -> Generator[Drawn]:
-        decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids)
+        decoding = _Decoding(plain_model(self._model), prompts, group_size, sampling, self._stop_ids, self._recorded)
         halfway = False
         while True:
             with self._linears(len(prompts) * group_size, sampling.max_new_tokens):  # of the weights as they are now
@@ -77,9 +89,21 @@ class LocalEngine(InProcessEngine):
             decoding.mark(self._version)
             self._version, halfway = version, True
 
-    def _linears(self, rows: int, tokens: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _linears(self, rows: int, tokens: int) -> Iterator[None]:
+        """Run linear layers in the block as suits `tokens` tokens of `rows` rows; the weights stay as they are."""
+        with self._copies(rows, tokens):
+            try:
+                yield
+            finally:
+                if self._recorded is not None:
+                    self._recorded.forget()
+
+    def _copies(self, rows: int, tokens: int) -> AbstractContextManager[None]:
         if self._float8:
             return float8_linear(plain_model(self._model))
+        if self._autocast_dtype is not None:
+            return cast_linear(self._model, self._autocast_dtype)
         if tokens < _WORTH_PACKING:
             return fast_linear(self._model)
         return packed_linear(self._model, min(rows, self._max_rows))
@@ -89,9 +113,15 @@ class _Decoding:
     """The rows of one `generate` call: which are in the batch, what each has drawn, which prompts wait."""
 
     def __init__(
-        self, model: Any, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, stop_ids: Sequence[int]
+        self,
+        model: Any,
+        prompts: Sequence[Prompt],
+        group_size: int,
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        recorded: RecordedPass | None,
     ) -> None:
-        self._model, self._device = model, next(model.parameters()).device
+        self._model, self._device, self._recorded = model, next(model.parameters()).device, recorded
         self._prompts, self._group_size, self._sampling = prompts, group_size, sampling
         self._stop_ids, self._stops = tuple(stop_ids), torch.tensor(stop_ids, device=self._device)
         self._keys = row_keys(sampling.seed, [prompt.id for prompt in prompts], group_size)
@@ -196,13 +226,21 @@ class _Decoding:
         if going_on == 0:
             self._clear()
             return
-        if going_on <= _WORTH_MOVING * len(self._rows) or self._entering(going_on, max_rows):
+        recorded = self._recorded if self._recorded is not None and self._recorded.works else None
+        worth_moving = _WORTH_RECORDING_ANEW if recorded else _WORTH_MOVING
+        if going_on <= worth_moving * len(self._rows) or self._entering(going_on, max_rows):
             self._leave()
         cache = self._cache
-        cache.begin()
-        output = self._hidden(self._tokens.unsqueeze(1), cache.positions().unsqueeze(1), cache)[:, 0]
-        self._logits = self._model.get_output_embeddings()(output)
+        if recorded:
+            self._logits = recorded.run(self._next_logits, self._tokens, cache)
+        else:
+            cache.begin()
+            self._logits = self._next_logits(self._tokens.unsqueeze(1), cache.positions().unsqueeze(1))
         cache.advance(self._alive)
+
+    def _next_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self._model.get_output_embeddings()(self._hidden(tokens, positions, self._cache)[:, 0])
+        return logits
 
     def _entering(self, rows: int, max_rows: int) -> int:
         """Return how many waiting prompts are to enter beside `rows` rows: none while too few places are free."""

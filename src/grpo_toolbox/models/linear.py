@@ -50,6 +50,21 @@ def packed_linear(model: nn.Module, rows: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def cast_linear(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Run the float32 linear layers of `model` under autocast on copies in `dtype`, made once and not for each token.
+
+    The weights stay as they are; the copies take half of their memory once more, and go with the block.
+    """
+
+    def cast(module: nn.Module) -> Forward | None:
+        plain = type(module) is nn.Linear and module.weight.dtype == torch.float32
+        return _CastForward(module, dtype) if plain else None  # type: ignore[arg-type]
+
+    with replaced_forwards(model, cast):
+        yield
+
+
 def merged_layers(
     make: Callable[[nn.Module, Tensor, Tensor | None], Forward | None],
 ) -> Callable[[nn.Module], Forward | None]:
@@ -120,6 +135,18 @@ class _PackedForward:
             kind: Any = type(self._module)
             return kind.forward(self._module, x)
         return multiply(x, self._blocked, self._bias)
+
+
+class _CastForward:
+    """The same with a copy of weight and bias in half precision, which autocast then leaves as it is."""
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Linear, dtype: torch.dtype) -> None:
+        self._weight = module.weight.to(dtype)
+        self._bias = None if module.bias is None else module.bias.to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self._weight, self._bias)
 
 
 class _Linear(torch.autograd.Function):
