@@ -43,7 +43,7 @@ test-slow: $(VENV)/.installed-dev smollm
 
 test-engines: $(VENV)/.installed-dev $(ENGINES)/.installed
 	TOOLBOX_VLLM_PYTHON=$(ENGINES)/bin/python TOOLBOX_LLAMA_PYTHON=$(ENGINES)/bin/python OMP_NUM_THREADS=1 \
-	  $(BIN)/python -m pytest -m 'slow or not slow' tests/test_vllm.py tests/test_vllm_sync.py \
+	  $(BIN)/python -m pytest -m 'slow or not slow' tests/test_vllm.py tests/test_vllm_sync.py tests/test_vllm_in_flight.py \
 	  tests/test_vllm_training.py tests/test_colocate.py tests/test_llama_server.py tests/test_engine_contract.py \
 	  tests/test_rollout_servers.py tests/test_sglang.py
 

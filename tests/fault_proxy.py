@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 Fault = Literal["500", "hang", "drop"]
-COMPLETIONS = ("/v1/completions", "/generate")
+COMPLETIONS = ("/v1/completions", "/generate", "/inference/v1/generate")
 
 
 class FaultProxy:

@@ -39,7 +39,14 @@ SGLANG = {
 SGLANG_BODY = {"input_ids": list, "sampling_params": (list, dict), "return_logprob": bool}
 SGLANG_MORE = {"stream": bool, "logprob_start_len": int, "top_logprobs_num": int}
 
-Fault = Literal["500", "hang", "nan", "null", "garbage", "drop", "no logps", "abort"]
+Fault = Literal["500", "hang", "nan", "null", "garbage", "drop", "no logps", "abort", "stranger"]
+
+
+class Drawn(NamedTuple):
+    """One completion, and the weights version that was stated while it was drawn."""
+
+    rollout: Rollout
+    version: str
 
 
 class Asked(NamedTuple):
@@ -173,22 +180,22 @@ class ProtocolServer:
         if wrong:
             return 400, {"error": wrong}
         asked = [(_read_sglang if self.protocol == "sglang" else _read_openai)(*one) for one in _completions(body)]
-        rollouts = self._draw([_half(one) if fault == "abort" else one for one in asked], "logprob_start_len" in body)
+        drawn = self._draw([_half(one) if fault == "abort" else one for one in asked], "logprob_start_len" in body)
         with self._lock:
             self.asked += asked
             self.requests += 1
         if self.protocol == "openai":
-            return 200, {"choices": [_write_openai(place, one) for place, one in enumerate(rollouts)]}
-        return 200, [self._write_sglang(one, body, fault) for one in rollouts]
+            return 200, {"choices": [_write_openai(place, one.rollout) for place, one in enumerate(drawn)]}
+        return 200, [self._write_sglang(one, body, fault) for one in drawn]
 
-    def _draw(self, asked: Sequence[Asked], scored: bool) -> list[Rollout]:
+    def _draw(self, asked: Sequence[Asked], scored: bool) -> list[Drawn]:
         """Wait for the next batch, and draw with whatever else is waiting."""
-        waiting: list[Future[Rollout]] = [Future() for _ in asked]
+        waiting: list[Future[Drawn]] = [Future() for _ in asked]
         for one, drawn in zip(asked, waiting, strict=True):
             self._waiting.put((one, scored, drawn))
         return [self._wait(drawn) for drawn in waiting]
 
-    def _wait(self, drawn: Future[Rollout]) -> Rollout:
+    def _wait(self, drawn: Future[Drawn]) -> Drawn:
         while not self._gone.is_set():
             with contextlib.suppress(TimeoutError):
                 return drawn.result(0.1)
@@ -201,7 +208,7 @@ class ProtocolServer:
             if self._waiting.empty():
                 continue
             with self.weights.drawing:  # not while generation is paused
-                batches: dict[tuple[int, Sampling], list[tuple[Prompt, Future[Rollout]]]] = {}
+                batches: dict[tuple[int, Sampling], list[tuple[Prompt, Future[Drawn]]]] = {}
                 while not self._waiting.empty():
                     asked, scored, drawn = self._waiting.get()
                     prompt = Prompt(asked.sampling.seed, "", tuple(asked.ids))
@@ -210,15 +217,16 @@ class ProtocolServer:
                 for (update, sampling), rows in batches.items():
                     self._decode_batch(self.weights.models[update], sampling, rows)
 
-    def _decode_batch(self, model: Any, sampling: Sampling, rows: list[tuple[Prompt, Future[Rollout]]]) -> None:
+    def _decode_batch(self, model: Any, sampling: Sampling, rows: list[tuple[Prompt, Future[Drawn]]]) -> None:
         engine = LocalEngine(model, decode=lambda ids, _: "", stop_ids=(END,))
         sampling = replace(sampling, drawn_logps=self.kind == "processed")
         for one, (prompt, drawn) in zip(engine.generate([row for row, _ in rows], 1, sampling), rows, strict=True):
             raw = self.kind == "raw"
             logps = tuple(forced_logps(model, prompt.ids, one.ids).tolist()) if raw else one.logps
-            drawn.set_result(replace(one, logps=logps))
+            drawn.set_result(Drawn(replace(one, logps=logps), self.weights.version))
 
-    def _write_sglang(self, rollout: Rollout, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+    def _write_sglang(self, drawn: Drawn, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+        rollout, version = drawn.rollout, "of-another-run" if fault == "stranger" else drawn.version
         logps: list[float | None] = list(rollout.logps)
         if fault == "nan":
             logps[-1] = float("nan")
@@ -229,6 +237,7 @@ class ProtocolServer:
             "finish_reason": reason or {"type": rollout.finish_reason},
             "output_token_logprobs": [[logp, token, None] for logp, token in zip(logps, rollout.ids, strict=True)],
             "prompt_tokens": len(rollout.prompt.ids),
+            "weight_versions": [{"version": version, "start": 0, "end": len(rollout.ids)}],
         }
         if "logprob_start_len" in body:
             told["input_token_logprobs"] = [[None, token, None] for token in rollout.prompt.ids]

@@ -18,7 +18,7 @@ from grpo_toolbox.engines.pool import ServerEngine
 from grpo_toolbox.engines.sampling import row_seeds
 from grpo_toolbox.engines.server import Limits, Server, addresses
 from grpo_toolbox.engines.sglang import SglangDialect
-from grpo_toolbox.engines.sync import Control
+from grpo_toolbox.engines.sync import Control, Stamp
 from grpo_toolbox.engines.vllm import VllmDialect
 from grpo_toolbox.errors import ConfigError, EngineError
 from grpo_toolbox.types import Rollout, Sampling
@@ -337,13 +337,16 @@ class Copy:
             if server.address not in self.broken:
                 taken = self.by_address[server.address]
                 taken.model.load_state_dict(policy.state_dict())
-                taken.weights.version = f"v{version}"
+                taken.weights.version = Stamp("run").of(version)
         if failed:
             raise EngineError(f"weights {version} were not taken by {failed}")
 
     def version(self, server: Control) -> int | None:
         stated = server.get("/model_info")["weight_version"]
-        return int(stated[1:]) if stated.startswith("v") else None
+        return self.drew(stated, 1)
+
+    def drew(self, stated: str, asked: int) -> int | None:
+        return Stamp("run").drew(stated, asked)
 
     def close(self) -> None: ...
 

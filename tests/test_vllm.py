@@ -25,7 +25,6 @@ from engine_contract import (
     drawn,
     dropping,
     identity,
-    prompts,
     replaced,
     sums,
 )
@@ -37,7 +36,7 @@ from grpo_toolbox.engines.pool import ServerEngine
 from grpo_toolbox.engines.server import Limits, Server
 from grpo_toolbox.engines.sync import vllm as procedure
 from grpo_toolbox.engines.sync.choose import ChosenSync, SyncSettings
-from grpo_toolbox.engines.vllm import VllmDialect
+from grpo_toolbox.engines.vllm import StampedVllmDialect, VllmDialect
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Sampling
 from served_models import END, served_model, write_model
@@ -54,28 +53,30 @@ def engine_over(
     limits: Limits = LIMITS,
     address: str | None = None,
     told: Identity | None = None,
+    stop_ids: tuple[int, ...] = (END,),
     **sync: Any,
 ) -> Iterator[Subject]:
-    policy = served_model()
+    policy, dialect = served_model(), dialect or VllmDialect()
+    takes_weights = dialect.name == "vllm"
     made = ServerEngine(
-        dialect or VllmDialect(),
+        dialect,
         [Server(address or server.address, limits)],
         policy,
         decode=decode,
-        stop_ids=(END,),
+        stop_ids=stop_ids,
         identity=told or identity(policy),
-        sync=None if dialect else ChosenSync("vllm", SyncSettings(**sync), policy, folder),
+        sync=ChosenSync("vllm", SyncSettings(**sync), policy, folder) if takes_weights else None,
     )
     try:
-        yield Subject(made.start(), policy, limits_length=dialect is None)
+        yield Subject(made.start(), policy, limits_length=takes_weights)
     finally:
         made.close()
 
 
-@pytest.fixture(scope="module", params=["vllm", "http"])
+@pytest.fixture(scope="module", params=[VllmDialect, StampedVllmDialect, HttpDialect], ids=["vllm", "stamped", "http"])
 def subject(request, vllm, tmp_path_factory) -> Iterator[Subject]:  # noqa: F811
-    dialect, folder = HttpDialect() if request.param == "http" else None, tmp_path_factory.mktemp("sync")
-    with FaultProxy(vllm.address) as proxy, engine_over(vllm, folder, dialect, address=proxy.address) as made:
+    folder = tmp_path_factory.mktemp("sync")
+    with FaultProxy(vllm.address) as proxy, engine_over(vllm, folder, request.param(), address=proxy.address) as made:
         yield replaced(made, dying=partial(dropping, proxy))
 
 
@@ -92,29 +93,6 @@ def test_completions_asked_for_together_are_those_asked_for_apart(vllm, tmp_path
             before = proxy.completions
             assert drawn(apart.engine.generate(sums(6), 4, Sampling(10, seed=2))) == drawn(rollouts)
             assert proxy.completions - before == 24
-
-
-@pytest.mark.parametrize("how", ["keep", "recompute"])
-def test_weights_that_come_in_flight_leave_no_stale_prefix(how, vllm, tmp_path):  # noqa: F811
-    """Newer weights come while long prompts are gone on from; afterwards nothing of the former ones is used."""
-    long = prompts("the same long prompt, asked again and again " * 5)
-    with engine_over(vllm, tmp_path, in_flight=how) as made:
-        asked = [0]
-
-        def newer() -> int | None:
-            asked[0] += 1
-            if asked[0] != 4:
-                return None
-            changed(made.policy, 0.5, seed=7)
-            return 1
-
-        made.engine.in_flight(newer, recompute=how == "recompute")
-        under_way = made.engine.generate(long, 4, Sampling(200, temperature=1.5))
-        assert asked[0] >= 4, "all completions had ended before the weights came"
-        assert {one.oldest_version for one in under_way} == {0}
-        after = made.engine.generate(long, 2, Sampling(12, temperature=0))
-        assert {one.weights_version for one in after} == {1}
-        assert_trainers(made, after)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ from grpo_toolbox.engines.server import Limits, Server, addresses
 from grpo_toolbox.engines.sglang import SglangDialect
 from grpo_toolbox.engines.sync.choose import ChosenSync, Kind, SyncSettings
 from grpo_toolbox.engines.teacher import Teacher
-from grpo_toolbox.engines.vllm import VllmDialect
+from grpo_toolbox.engines.vllm import StampedVllmDialect, VllmDialect
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.load import resolve_model_path, stop_token_ids
 from grpo_toolbox.types import Prompt
 
 log = logging.getLogger(__name__)
 
-DIALECTS: Mapping[str, type[Dialect]] = {"vllm": VllmDialect, "sglang": SglangDialect, "http": HttpDialect}
 _CANARIES = 3
 
 
@@ -74,7 +73,7 @@ def server_engine(
     else:
         sync = _weight_sync("vllm" if rollout.engine == "vllm" else "sglang", rollout, policy, run_dir)
     engine = ServerEngine(
-        DIALECTS[rollout.engine](),
+        _dialect(rollout),
         [Server(url, limits, _key(given)) for url in addresses(given.urls)],
         policy,
         decode=decode,
@@ -110,6 +109,15 @@ def colocated_engine(
         stop_ids=stop_token_ids(policy, tokenizer),
         weights_version=weights_version,
     )
+
+
+def _dialect(rollout: RolloutConfig) -> Dialect:
+    if rollout.engine == "http":
+        return HttpDialect()
+    pushed = rollout.async_.in_flight if rollout.async_.enabled else "none"
+    if rollout.engine == "sglang":
+        return SglangDialect(in_place=pushed == "keep")
+    return VllmDialect() if pushed == "none" else StampedVllmDialect()
 
 
 def _weight_sync(kind: Kind, rollout: RolloutConfig, policy: nn.Module, run_dir: Path) -> ChosenSync:

@@ -43,6 +43,8 @@ class Answer:
     logps: tuple[float, ...]
     finish: Literal["stop", "length", "abort"]
     """abort: the server was told to stop, or is going down; the rest is asked for again."""
+    stretches: tuple[tuple[str, int], ...] = ()
+    """(weights version that the server states, number of tokens), in order; empty where it does not say."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Dialect(Protocol):
     """One kind of server. Whatever has another form than expected raises LookupError, TypeError or ValueError."""
 
     name: str
+    late: int
+    """Tokens behind a change of weights that a server's answer may count as the newer's, and the older ones drew."""
 
     def joins(self, ask: Ask, former: Ask) -> bool:
         """Return whether a completion may be asked for together with the one before it, of the same group."""
@@ -85,6 +89,22 @@ class Dialect(Protocol):
     def tokenize(self, server: Control, model: str, text: str) -> list[int] | None:
         """Return the token ids of a text by the server's tokenizer, nothing added; None where it cannot be asked."""
         ...
+
+
+def as_stretches(spans: Sequence[Mapping[str, Any]] | None, tokens: int) -> tuple[tuple[str, int], ...]:
+    """Return stretches of spans `{"version": …, "start": …, "end": …}`, in which vLLM and SGLang say who drew what.
+
+    Raises ValueError for spans that are not those of so many tokens.
+    """
+    found, end = [], 0
+    for span in spans or ():
+        start, end = end, int(span["end"])
+        if int(span["start"]) != start or end < start:
+            raise ValueError(f"weights versions {spans}")
+        found.append((str(span["version"]), end - start))
+    if spans and end != tokens:
+        raise ValueError(f"weights versions of {end} of {tokens} tokens")
+    return tuple(found)
 
 
 def only_for_evaluation(missing: str) -> Refused:

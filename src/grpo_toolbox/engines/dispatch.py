@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_toolbox.engines.dialect import Answer, Ask, Dialect, Incomplete
@@ -29,6 +29,7 @@ from grpo_toolbox.engines.server import (
     trusted,
     what_failed,
 )
+from grpo_toolbox.engines.stamps import Whose, token_versions
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Sampling
 
@@ -48,26 +49,26 @@ class Job:
     seed: int
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """(weights version, number of tokens) of what was drawn so far."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that drew each token so far."""
     tries: int = 0
     """Errors of servers that were up."""
     avoid: Server | None = None
     """Where the last one happened."""
 
-    def take(self, answer: Answer, version: int) -> None:
+    def take(self, answer: Answer, versions: Sequence[int]) -> None:
         """Put what was drawn behind what there is."""
         self.ids += answer.ids
         self.logps += answer.logps
-        if self.versions and self.versions[-1][0] == version:
-            version, before = self.versions.pop()
-            self.versions.append((version, before + len(answer.ids)))
-        elif answer.ids or not self.versions:
-            self.versions.append((version, len(answer.ids)))
+        self.versions += versions
 
 
 class Dispatch:
-    """Serves jobs until all are done. `admit(server)` blocks, and raises EngineError where a server cannot be used."""
+    """Serves jobs until all are done.
+
+    `admit(server)` blocks, and raises EngineError where a server cannot be used; `whose` reads the weights versions
+    that servers state.
+    """
 
     def __init__(
         self,
@@ -77,12 +78,13 @@ class Dispatch:
         stop_ids: Sequence[int],
         *,
         admit: Callable[[Server], None],
+        whose: Whose,
         done: Callable[[Job], None],
         executor: Executor,
     ) -> None:
         self._servers, self._dialect = servers, dialect
         self._sampling, self._stop_ids = sampling, tuple(stop_ids)
-        self._admit, self._done, self._executor = admit, done, executor
+        self._admit, self._whose, self._done, self._executor = admit, whose, done, executor
         self._limits = servers[0].limits
         self._waiting: deque[Job] = deque()
         self._working: dict[Server, dict[Job, asyncio.Task[None]]] = {server: {} for server in servers}
@@ -270,13 +272,24 @@ class Dispatch:
         )
 
     def _take(self, server: Server, job: Job, answer: Answer, version: int) -> None:
-        if self._working[server].pop(job, None) is None:  # given back meanwhile: somebody else draws it
+        if job not in self._working[server]:  # given back meanwhile: somebody else draws it
             return
+        versions = token_versions(answer, version, self._whose, self._dialect.late)
+        known = len(versions)
+        strange = known < len(answer.ids)
+        if strange:
+            answer = replace(answer, ids=answer.ids[:known], logps=answer.logps[:known], finish="abort")
         wrong = self._what_is_wrong(job, answer)
         if wrong:
             self._fail(EngineError(f"{server.address}, prompt {job.prompt_id}: {wrong}"))
             return
-        job.take(answer, version)
+        job.take(answer, versions)
+        if strange:
+            trouble = "it drew tokens with weights that are none of this run's."
+            self._again(server, [job], trouble)
+            self._lose(server, trouble)
+            return
+        self._working[server].pop(job)
         if answer.finish != "abort":
             self._left -= 1
             self._done(job)

@@ -16,6 +16,7 @@ class HttpDialect:
     """Reads ids and log-probs wherever one of the known servers puts them."""
 
     name = "http"
+    late = 0
     logprobs = 1
     """Of how many tokens to ask for at each place; some servers take 0 for none at all."""
 
@@ -24,16 +25,20 @@ class HttpDialect:
         return False
 
     def request(self, asks: Sequence[Ask]) -> tuple[str, dict[str, Any]]:
-        """Return OpenAI's request; fields that a server does not know, it skips.
-
-        Every sampling option is said, since a server's own defaults (a checkpoint's repetition penalty, top-k) would
-        make its log-probs those of another distribution.
-        """
+        """Return OpenAI's request; fields that a server does not know, it skips."""
         ask = asks[0]
-        sampling = ask.sampling
-        body: dict[str, Any] = {
-            "model": ask.model,
-            "prompt": list(ask.ids),
+        body = {"model": ask.model, "prompt": list(ask.ids), "stream": False, "return_token_ids": True}
+        return "/v1/completions", body | self.drawing(asks) | self.beside(ask)
+
+    def drawing(self, asks: Sequence[Ask]) -> dict[str, Any]:
+        """Return the sampling options.
+
+        Every one is said, since a server's own defaults (a checkpoint's repetition penalty, top-k) would make its
+        log-probs those of another distribution.
+        """
+        ask, sampling = asks[0], asks[0].sampling
+        return {
+            "n": len(asks),
             "max_tokens": ask.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -43,13 +48,9 @@ class HttpDialect:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": ask.seed,
-            "stream": False,
             "logprobs": self.logprobs,
-            "return_token_ids": True,
             "stop_token_ids": list(ask.stop_ids),
-            "n": len(asks),
         }
-        return "/v1/completions", body | self.beside(ask)
 
     def beside(self, ask: Ask) -> dict[str, Any]:
         """Return what llama.cpp calls by names of its own; it has no way of holding the stop token back."""

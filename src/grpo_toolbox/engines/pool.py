@@ -21,6 +21,7 @@ from grpo_toolbox.engines.identity import Identity
 from grpo_toolbox.engines.reading import Decode, Reader
 from grpo_toolbox.engines.sampling import row_seeds
 from grpo_toolbox.engines.server import Foreign, Refused, Server
+from grpo_toolbox.engines.stamps import stretches
 from grpo_toolbox.engines.sync import WeightSync
 from grpo_toolbox.errors import Cancelled, EngineError
 from grpo_toolbox.types import LogpKind, Prompt, Rollout, Sampling
@@ -132,6 +133,7 @@ class ServerEngine:
             sampling,
             self._stop_ids,
             admit=self._admit,
+            whose=self._whose,
             done=done.put,
             executor=self._executor,
         )
@@ -140,7 +142,8 @@ class ServerEngine:
                 if isinstance(item, BaseException):
                     raise item
                 row = item.row
-                rollouts[row] = reader.rollout(prompts[row // group_size], item.ids, item.logps, item.versions)
+                versions = stretches(item.versions)
+                rollouts[row] = reader.rollout(prompts[row // group_size], item.ids, item.logps, versions)
                 if on_finished is not None:
                     on_finished(row, rollouts[row])
         return [rollouts[row] for row in range(len(prompts) * group_size)]
@@ -148,8 +151,8 @@ class ServerEngine:
     def in_flight(self, newer: Callable[[], int | None], *, recompute: bool) -> None:
         """From now on ask `newer` while completions are drawn, and send the weights that it says are there.
 
-        What becomes of the cache the weight sync was told when it was made. A completion's tokens carry the version at
-        which they were asked for: those that newer weights drew after that are younger than they say.
+        What becomes of the cache the weight sync was told when it was made. Which weights drew which tokens the server
+        says, where its dialect asks; else they carry the version at which they were asked for, and may be younger.
         """
         self._newer, self._look = newer, _LOOK
 
@@ -201,9 +204,12 @@ class ServerEngine:
                 self._has_weights(server)
 
     def _has_weights(self, server: Server) -> None:
-        server.version = self._version
         if self._sync is not None and self._sync.served_as is not None:
             server.model = self._sync.served_as
+        server.version = self._version  # behind the name: who asks in between states the older version of the two
+
+    def _whose(self, stated: str, asked: int) -> int | None:
+        return asked if self._sync is None else self._sync.drew(stated, asked)
 
     def _push(self, servers: Sequence[Server]) -> None:
         if self._sync is None or not servers:

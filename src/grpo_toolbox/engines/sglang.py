@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_toolbox.engines.dialect import FINISHES, Answer, Ask, Served, as_logps, only_for_evaluation
-from grpo_toolbox.engines.sync import Control
+from grpo_toolbox.engines.dialect import (
+    FINISHES,
+    Answer,
+    Ask,
+    Served,
+    as_logps,
+    as_stretches,
+    only_for_evaluation,
+)
+from grpo_toolbox.engines.sync import UNTOUCHED, Control
 from grpo_toolbox.errors import EngineError
-
-UNTOUCHED = "default"
 
 
 class SglangDialect:
-    """One request for the completions of a group, each with parameters of its own."""
+    """One request for the completions of a group, each with parameters of its own.
+
+    `in_place`: weights change by pauses in place. Such a pause leaves the token that is computed ahead of the others
+    where it is, and it is counted when generation goes on, as if the newer weights had drawn it.
+    """
 
     name = "sglang"
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        self.late = int(in_place)
 
     def joins(self, ask: Ask, former: Ask) -> bool:
         """Whatever belongs to one group."""
@@ -76,4 +89,5 @@ def _read(told: dict[str, Any]) -> Answer:
     pairs = told.get("output_token_logprobs")
     if pairs is None:
         raise only_for_evaluation("log-probs")
-    return Answer(tuple(int(pair[1]) for pair in pairs), as_logps([pair[0] for pair in pairs]), finish)
+    stretches = as_stretches(told.get("weight_versions"), len(pairs))
+    return Answer(tuple(int(pair[1]) for pair in pairs), as_logps([pair[0] for pair in pairs]), finish, stretches)

@@ -56,11 +56,20 @@ class WeightSync(Protocol):
         """Return the version that this server states; None where it has weights that no push of this run brought."""
         ...
 
+    def drew(self, stated: str, asked: int) -> int | None:
+        """Return the version of weights that a server states of tokens asked for under version `asked`.
+
+        None for weights that no push of this run brought, or not wholly.
+        """
+        ...
+
     def close(self) -> None:
         """Release process groups and files."""
         ...
 
 
+UNTOUCHED = "default"
+"""What servers of both kinds state of the weights that they were started with."""
 InFlight = Literal["drain", "recompute", "keep"]
 """What a push does with completions that are under way: wait for their end; go on with the new weights and a cache that
 is computed again; or go on with the new weights and the cache of the former ones."""
@@ -85,6 +94,10 @@ class Stamp:
         """Return the version that a stamp says; None for another run's, or none."""
         number = stated.removeprefix(f"{self.run}-v")
         return int(number) if number != stated and number.isdigit() else None
+
+    def drew(self, stated: str, asked: int) -> int | None:
+        """Return the version of what a server states; what it was started with is the run's version 0, while asked."""
+        return 0 if stated == UNTOUCHED and asked == 0 else self.version(stated)
 
 
 @dataclass(frozen=True)

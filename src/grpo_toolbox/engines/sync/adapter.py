@@ -33,6 +33,10 @@ class AdapterSync:
         """Return the newest version among the adapters that the server lists."""
         return max(self._loaded(server), default=None)
 
+    def drew(self, stated: str, asked: int) -> int | None:
+        """Return the version whose name was asked for: a server states the version of its base."""
+        return asked
+
     def close(self) -> None:
         """Remove the files."""
         self._folders.close()

@@ -74,6 +74,10 @@ class ChosenSync:
         """Return the version of this run's that the server states."""
         return self._chosen([server]).version(server)
 
+    def drew(self, stated: str, asked: int) -> int | None:
+        """Return the version of weights that a server states of tokens asked for under version `asked`."""
+        return asked if self._way is None else self._way.drew(stated, asked)
+
     def close(self) -> None:
         """Release process groups and files."""
         if self._way is not None:

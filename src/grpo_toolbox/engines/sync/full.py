@@ -62,6 +62,10 @@ class FolderSync:
         """Return the version of this run's that the server states."""
         return self._manner.stamp.version(self._procedure.stated(server))
 
+    def drew(self, stated: str, asked: int) -> int | None:
+        """Return the version of weights that the server states."""
+        return self._manner.stamp.drew(stated, asked)
+
     def close(self) -> None:
         """Remove the files."""
         self._folders.close()
@@ -86,6 +90,10 @@ class TransferSync:
     def version(self, server: Control) -> int | None:
         """Return the version of this run's that the server states."""
         return self._manner.stamp.version(self._procedure.stated(server))
+
+    def drew(self, stated: str, asked: int) -> int | None:
+        """Return the version of weights that the server states."""
+        return self._manner.stamp.drew(stated, asked)
 
     def close(self) -> None:
         """Leave all groups."""
