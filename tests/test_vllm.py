@@ -107,13 +107,14 @@ def test_another_model_is_refused_at_the_start(vllm, tmp_path):  # noqa: F811
         vllm.load(vllm.model)
 
 
-def test_log_probs_of_broken_weights_are_not_trained_on(vllm, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("dialect", [VllmDialect, StampedVllmDialect])
+def test_log_probs_of_broken_weights_are_not_trained_on(dialect, vllm, tmp_path):  # noqa: F811
     broken = served_model()
     with torch.no_grad():
         broken.lm_head.weight.fill_(float("nan"))
     write_model(tmp_path / "broken")
     broken.save_pretrained(tmp_path / "broken")
-    with engine_over(vllm, tmp_path, limits=Limits(health_every_s=1.0, retries=1)) as made:
+    with engine_over(vllm, tmp_path, dialect(), limits=Limits(health_every_s=1.0, retries=1)) as made:
         vllm.load(tmp_path / "broken")
         try:
             with pytest.raises(EngineError, match="log-prob that is not finite"):

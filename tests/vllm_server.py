@@ -69,6 +69,7 @@ class VllmServer:
             environment=server_environment(),
             transfer=server_arguments(on_gpu=False),
             lora_rank=8,
+            stamped=True,
         )
         command = vllm_command(what_is_there(vllm_python()), serving)
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **command.environment}

@@ -75,7 +75,7 @@ def _serving(config: RunConfig, index: int, on_gpu: bool) -> Serving:
     if not 0 <= index < len(urls):
         raise ConfigError(f"--index {index}: rollout.server.urls has {len(urls)}, counted from 0.")
     place = urlsplit(urls[index])
-    options = config.rollout.vllm
+    options, background = config.rollout.vllm, config.rollout.async_
     return Serving(
         model=_folder(config.model.path),
         host=place.hostname or "127.0.0.1",
@@ -86,6 +86,7 @@ def _serving(config: RunConfig, index: int, on_gpu: bool) -> Serving:
         tensor_parallel_size=options.tensor_parallel_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         lora_rank=config.model.lora.r,
+        stamped=background.enabled and background.in_flight != "none",
         more=[str(word) for word in options.extra_args],
         environment=server_environment(),
         transfer=server_arguments(on_gpu),

@@ -53,6 +53,8 @@ class Serving:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     lora_rank: int = 0
+    stamped: bool = False
+    """Whether a vLLM is to say which weights drew which tokens."""
     more: Sequence[str] = ()
     """Words that are passed on as they are."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +114,7 @@ def vllm_command(has: Installed, serving: Serving) -> Command:
     if serving.lora_rank:
         rank = next((one for one in _LORA_RANKS if one >= serving.lora_rank), serving.lora_rank)
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
+    words += ["--enable-scale-out"] if serving.stamped else []
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if on_cpu:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -65,7 +65,8 @@ class StampedVllmDialect(VllmDialect):
         """Return the first of `/v1/models`. Raises Refused for a vLLM without that endpoint."""
         if TOKENS not in server.get("/openapi.json")["paths"]:
             raise Refused(
-                f"it has no {TOKENS}, which says what weights drew: take a newer vLLM, or rollout.async.in_flight=none"
+                f"it has no {TOKENS}, which says what weights drew which tokens: start it with --enable-scale-out, as "
+                "`toolbox serve` does with these words, or set rollout.async.in_flight=none"
             )
         return super().served(server)
 

@@ -11,7 +11,8 @@ from grpo_toolbox.engines.sync.groups import Group, together
 from grpo_toolbox.engines.sync.weights import Weights, described
 from grpo_toolbox.errors import EngineError
 
-_PAUSE = {"drain": "wait", "recompute": "keep", "keep": "keep", "abort": "abort"}
+_PAUSE = {"drain": "wait", "recompute": "keep", "keep": "keep&clear_cache=false", "abort": "abort"}
+"""By itself a pause clears caches, and has what is under way computed again."""
 _RESETS = 20
 """Times that a prefix cache is asked to be reset before it counts as stuck; a second in all."""
 
