@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_toolbox.models import flex
 from grpo_toolbox.models.attention import packed_layout
-from grpo_toolbox.models.flex import flex_layout, flex_works
+from grpo_toolbox.models.flex import flex_layout, flex_works, gap_to_gathered
 
 CPU = torch.device("cpu")
 
@@ -37,6 +38,30 @@ def test_a_processor_gathers():
     assert not flex_works(CPU)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_it_is_tried_with_gradients_wherever_it_is_first_asked_for(around):
+    """A run's first packed pass is its probe, which wants none: the kernel must not be given up for that."""
+    same, other = packed_layout(*flex._PROBE, CPU), packed_layout([40, 7], [30, 1, 64, 12], [1, 1, 0, 0], CPU)
+    with around(), torch.autocast("cpu", torch.bfloat16):
+        assert gap_to_gathered(same, CPU, torch.float32) == 0
+        assert gap_to_gathered(other, CPU, torch.float32) > 0.1
+
+
+@torch.no_grad()
+def test_under_autocast_all_it_is_given_is_rounded_alike():
+    """As rotary embeddings leave it: queries and keys in float32, values in bfloat16."""
+    flexible, gathered = (make([3, 2], [4, 1], [0, 1], CPU) for make in (_uncompiled, packed_layout))
+    query, key, value = (torch.randn(1, heads, 10, 16) for heads in (4, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (one.attend(0, query, key, value.bfloat16(), 0.25) for one in (flexible, gathered))
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0)
+
+
+def _uncompiled(*lengths):
+    return flex_layout(*lengths, compiled=False)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_it_runs_and_gives_the_same_gradients():
-    assert flex_works(torch.device("cuda"))
+    assert all(flex_works(torch.device("cuda"), dtype) for dtype in (torch.float32, torch.bfloat16))

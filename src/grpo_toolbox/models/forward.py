@@ -165,7 +165,7 @@ def _layout(prompt_lengths: list[int], lengths: list[int], group: list[int], dev
     if device.type == "cuda":
         from grpo_toolbox.models.flex import flex_layout, flex_works
 
-        if flex_works(device):
+        if flex_works(device, torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32):
             return flex_layout(prompt_lengths, lengths, group, device)
     return packed_layout(prompt_lengths, lengths, group, device)
 
