@@ -66,6 +66,17 @@ def goes_in_place(weight: Any) -> bool:
     return _MODE.in_place and isinstance(weight, nn.Parameter) and weight.is_leaf and exact and not watched
 
 
+def is_bare(module: nn.Module) -> bool:
+    """Whether nobody listens at `module` or has changed its `forward`, so that it may be computed past its call."""
+    listening = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return "forward" not in vars(module) and not any(listening)
+
+
 def product(weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     """Return left · right as the gradient of `weight`, or add it to `weight.grad` and return None."""
     if not goes_in_place(weight):

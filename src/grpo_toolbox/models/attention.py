@@ -9,7 +9,7 @@ projections, norms, rotary embeddings — is the untouched Hugging Face module.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,6 +55,8 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     other = [name for name in _OTHER_MATHS if options.get(name) is not None]
+    if attention_mask is not None:  # transformers makes none for this attention, so the model has one of its own
+        other.append("a mask that the model makes")
     if other:
         raise NotImplementedError(f"attention with {', '.join(other)}")
     if sliding_window and layout.span > sliding_window:
@@ -73,10 +75,9 @@ def layout_attention(model: Any) -> Iterator[None]:
         yield
 
 
-def same_attention_again(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return torch's two contexts of gradient checkpointing: what a backward pass computes again, outside the block
-    of its forward pass, gets the attention that it had there."""
-    return nullcontext(), _attention_named(model, model.config._attn_implementation)
+def same_attention_again(model: Any) -> AbstractContextManager[None]:
+    """Return a context in which `model` has the attention that it has in the block around this call."""
+    return _attention_named(model, model.config._attn_implementation)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Both give the same numbers on a model that `packing_refusal` has nothing to say 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch
-from grpo_toolbox.gradients import goes_in_place, looked_up
-from grpo_toolbox.models.attention import Layout, PackedLayout, layout_attention, packed_layout
+from grpo_toolbox.gradients import goes_in_place, is_bare, looked_up
+from grpo_toolbox.models.attention import Layout, PackedLayout, layout_attention, packed_layout, same_attention_again
 from grpo_toolbox.models.head import Float32Head
-from grpo_toolbox.models.linear import fast_linear
+from grpo_toolbox.models.linear import fast_linear, same_forwards_again
 from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
 
@@ -69,6 +69,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in noisy:
             module.training = True
+
+
+def same_pass_again(model: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return torch's two contexts of gradient checkpointing: what a backward pass computes again, outside the blocks
+    of its forward pass, is computed as it was there."""
+    return nullcontext(), _both(same_attention_again(model), same_forwards_again())
+
+
+@contextmanager
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def completion_hidden(model: nn.Module, batch: Batch, *, packed: bool) -> Tensor:
@@ -156,7 +168,7 @@ def _inputs(model: Any, ids: Tensor) -> dict[str, Tensor]:
     table = model.get_input_embeddings()
     if type(table) is nn.Embedding and torch.is_grad_enabled() and table.weight.requires_grad:
         plain = not (table.sparse or table.scale_grad_by_freq or table.max_norm)
-        if plain and goes_in_place(table.weight):
+        if plain and is_bare(table) and goes_in_place(table.weight):
             return {"inputs_embeds": looked_up(table, ids)}
     return {"input_ids": ids}
 
@@ -176,9 +188,10 @@ def decoder(model: Any) -> Any:
 
 
 def _plain_head(model: Any) -> nn.Linear:
-    """Return a head that is one matrix and nothing else; a bias or an adapter can be zero at first and grow unseen."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    """Return a head that is one matrix and nothing else: a bias or an adapter can be zero at first and grow unseen,
+    and so can a scale that a kind of its own has learnt from 1 on."""
+    head: Any = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, Float32Head) or head.bias is not None:
         raise NotImplementedError("an output head that is more than one matrix")
     return head
 

@@ -6,16 +6,19 @@ of sampling, few rows gain a quarter to a half.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear, silu
 
-from grpo_toolbox.gradients import product
+from grpo_toolbox.gradients import is_bare, product
 from grpo_toolbox.models.norms import again, kept, norm_forward
 from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.onednn import blocked, multiply, suits
@@ -117,10 +120,8 @@ class _FastForward:
         weight, bias = self._module.weight, self._module.bias
         if not _is_plain(x):
             return linear(x, weight, bias)
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            output: Tensor = _Linear.apply(x, weight, bias, self._shelf)
-            return output
-        return multiply(x, weight, bias)
+        output: Tensor = _Linear.apply(x, weight, bias, self._shelf)
+        return output
 
 
 class _PackedForward:
@@ -215,26 +216,32 @@ class _GatedForward:
 def _is_gated_mlp(module: Any) -> bool:
     """Whether `module` computes D·(silu(G·x) ∘ U·x) with three large layers without bias: by name, then by trial."""
     layers = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
-    plain = [layer for layer in layers if type(layer) is nn.Linear and layer.bias is None and suits(layer.weight)]
-    return len(plain) == 3 and _computes_a_gated_mlp(type(module), module)
+    plain = [
+        one for one in layers if type(one) is nn.Linear and one.bias is None and suits(one.weight) and is_bare(one)
+    ]
+    return len(plain) == 3 and _computes_a_gated_mlp(module)
 
 
-_TRIED: dict[type, bool] = {}
+_TRIED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""By module: of one class some may have another activation than others."""
 
 
 @torch.no_grad()
-def _computes_a_gated_mlp(kind: Any, module: Any) -> bool:
-    if kind not in _TRIED:
-        width = module.gate_proj.in_features
-        x = torch.linspace(-1, 1, 3 * width).reshape(1, 3, width)
+def _computes_a_gated_mlp(module: nn.Module) -> bool:
+    """By trial, on small weights in place of its own: those may be zero, where every function looks alike."""
+    if module not in _TRIED:
+        shapes = {"gate_proj.weight": (6, 4), "up_proj.weight": (6, 4), "down_proj.weight": (4, 6)}
+        weights = {name: torch.linspace(-1, 2, 24).roll(len(name)).reshape(shape) for name, shape in shapes.items()}
+        x = torch.linspace(-1, 1, 12).reshape(1, 3, 4)
         try:
-            theirs = kind.forward(module, x)
+            theirs = functional_call(module, weights, (x,))
         except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes more than hidden states
             theirs = torch.full((), torch.nan)
-        ours = _Gated.apply(x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight, Shelf())
-        same = ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-4 * float(ours.abs().max()))
-        _TRIED[kind] = same
-    return _TRIED[kind]
+        gate, up, down = weights.values()
+        ours = linear(silu(linear(x, gate)) * linear(x, up), down)
+        alone = {name for name, _ in module.named_parameters()} == set(shapes)
+        _TRIED[module] = alone and ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-5)
+    return _TRIED[module]
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -244,15 +251,32 @@ def _is_plain(x: Tensor) -> bool:
 @contextmanager
 def replaced_forwards(model: nn.Module, *makers: Callable[[nn.Module], Forward | None]) -> Iterator[None]:
     """Give modules the `forward` that one of `makers` has for them; those that have been given one keep it."""
-    changed: list[nn.Module] = []
+    chosen: list[tuple[nn.Module, Forward]] = []
+    for module in model.modules():
+        made = () if "forward" in vars(module) else (make(module) for make in makers)
+        forward = next((one for one in made if one is not None), None)
+        if forward is not None:
+            chosen.append((module, forward))
+    with _given(chosen):
+        yield
+
+
+def same_forwards_again() -> AbstractContextManager[None]:
+    """Return a context in which modules have the `forward` that they have been given in the block around this call."""
+    return _given(_NOW.get())
+
+
+_NOW: ContextVar[Sequence[tuple[nn.Module, Forward]]] = ContextVar("_NOW", default=())
+
+
+@contextmanager
+def _given(chosen: Sequence[tuple[nn.Module, Forward]]) -> Iterator[None]:
+    former = _NOW.set(chosen)
     try:
-        for module in model.modules():
-            made = () if "forward" in vars(module) else (make(module) for make in makers)
-            forward = next((one for one in made if one is not None), None)
-            if forward is not None:
-                vars(module)["forward"] = forward
-                changed.append(module)
+        for module, forward in chosen:
+            vars(module)["forward"] = forward
         yield
     finally:
-        for module in changed:
+        for module, _ in chosen:
             vars(module).pop("forward", None)
+        _NOW.reset(former)

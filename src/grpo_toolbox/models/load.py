@@ -152,17 +152,16 @@ def _equipped(model: Any, lora: LoraOptions | PeftConfig | None) -> Any:
 
 
 def _placed(model: Any, device: str | torch.device, gradient_checkpointing: bool, fp32_head: bool) -> torch.nn.Module:
-    from grpo_toolbox.models.forward import plain_model
+    from grpo_toolbox.models.forward import plain_model, same_pass_again
     from grpo_toolbox.models.head import use_float32_head
 
     if fp32_head:
         use_float32_head(plain_model(model))
     if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
         model.to(device)
-    if gradient_checkpointing:
-        from grpo_toolbox.models.attention import same_attention_again
-
-        again = partial(same_attention_again, model)
+    # a model that is given may have it switched on already, in a form that knows no other attention than its own
+    if gradient_checkpointing or any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        again = partial(same_pass_again, model)
         # transformers gives up the older name, and older versions have no other
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": again})

@@ -40,6 +40,11 @@ def has_adapter(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def trains_biases(model: Any) -> bool:
+    """Tell whether biases of the base are trained beside the adapter: they stay when it is switched off."""
+    return any(getattr(config, "bias", "none") != "none" for config in model.peft_config.values())
+
+
 def add_adapter(model: Any, lora: LoraOptions | PeftConfig) -> Any:
     """Return the model with a fresh adapter, the only thing that requires gradients; its output is unchanged.
 

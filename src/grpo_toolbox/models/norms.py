@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from grpo_toolbox.models.shelf import Shelf
 
@@ -84,26 +86,27 @@ def norm_forward(module: nn.Module, shelf: Shelf) -> _NormForward | None:
     if weight is None or weight.ndim != 1 or not isinstance(_epsilon(module), float):
         return None
     wide = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _WORTH_FUSING
-    return _NormForward(module, shelf) if wide and _computes_an_rms_norm(type(module), module) else None
+    return _NormForward(module, shelf) if wide and _computes_an_rms_norm(module) else None
 
 
 def _epsilon(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-_TRIED: dict[type, bool] = {}
+_TRIED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def _computes_an_rms_norm(kind: Any, module: Any) -> bool:
-    """By trial: there are norms that subtract a mean, add one to the weight, or have a bias."""
-    if kind not in _TRIED:
+def _computes_an_rms_norm(module: Any) -> bool:
+    """By trial, on a weight of its own: there are norms that subtract a mean, add one to the weight, or have a bias."""
+    if module not in _TRIED:
         width = module.weight.numel()
-        x = torch.linspace(-1, 3, 2 * width).reshape(1, 2, width)
+        x, weight = torch.linspace(-1, 3, 2 * width).reshape(1, 2, width), torch.linspace(0.5, 2, width)
         try:
-            theirs = kind.forward(module, x)
+            theirs = functional_call(module, {"weight": weight}, (x,))
         except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes more than hidden states
             theirs = torch.full((), torch.nan)
-        ours, _ = _RMSNorm.apply(x, module.weight, _epsilon(module), x)
-        _TRIED[kind] = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    return _TRIED[kind]
+        ours, _ = _RMSNorm.apply(x, weight, _epsilon(module), x)
+        alone = len(list(module.parameters())) == 1
+        _TRIED[module] = alone and ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    return _TRIED[module]

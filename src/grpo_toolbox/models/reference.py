@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.models.lora import has_adapter
+from grpo_toolbox.models.lora import has_adapter, trains_biases
 from grpo_toolbox.models.snapshot import frozen_copy
 
 if TYPE_CHECKING:  # settings are checked without loading torch
@@ -18,14 +18,16 @@ class Reference:
     """The policy as it was when this was built, or when it was last refreshed; never trained.
 
     With full fine-tuning it is a frozen copy. With LoRA it is the policy with its adapter switched off, which costs no
-    memory and is the model as it was loaded even when built later; once reset, it is a copy of the adapter on the same
-    base weights. `net` is given where another library holds the reference's model.
+    memory and is the model as it was loaded even when built later; once reset, or where the base's biases are trained
+    along, it is a copy of what is trained on the same base weights. `net` is given where another library holds the
+    reference's model.
     """
 
     def __init__(self, policy: torch.nn.Module, net: torch.nn.Module | None = None) -> None:
         self._policy: Any = policy
         self._adapted = has_adapter(policy)
-        self._net: Any = net if net is not None else None if self._adapted else frozen_copy(policy)
+        switched_off = self._adapted and not trains_biases(policy)
+        self._net: Any = net if net is not None else None if switched_off else frozen_copy(policy)
         self._refreshed = False
 
     @contextmanager
