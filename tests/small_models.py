@@ -52,6 +52,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "attention_multiplier": 0.05}),
     "cohere": ("cohere", {}),
     "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": ("qwen2_moe", _MOE),
     "deepseek_v3": (
@@ -60,6 +62,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "diffllama": ("diffllama", {}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 8, "sliding_window": 256, "rope_parameters": None}),
+    "doge": ("doge", {}),
+    "dory": ("dory", {}),
     "bloom": ("bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4} | _NO_IDS),
     "mamba": (
         "mamba",

@@ -14,8 +14,9 @@ from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.models import forward
 from grpo_toolbox.models.attention import PackedLayout, packed_layout
-from grpo_toolbox.models.forward import _predictors, completion_logps, packing_refusal, spread
+from grpo_toolbox.models.forward import _predictors, completion_logps, spread
 from grpo_toolbox.models.lora import LoraOptions, add_adapter
+from grpo_toolbox.models.packing import packing_refusal
 from grpo_toolbox.models.tiny import build_tokenizer
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 from small_models import (
@@ -141,8 +142,10 @@ PACKED = (
     "gemma3, window 256",
     "gpt2",
     "olmo2",
+    "smollm3",
     "mixtral",
     "qwen2_moe",
+    "qwen3_moe",
     "deepseek_v3",
     "diffllama",
 )
@@ -154,6 +157,7 @@ REFUSED = {
     "phi": "an output head that is more than one matrix",
     "granite": "log-probs differ by",
     "cohere": "log-probs differ by",
+    "doge": "attention with a mask that the model makes",
     "bloom": "its attention cannot be replaced",
     "mamba": "its attention cannot be replaced",
     "lfm2": "layers of kind conv",

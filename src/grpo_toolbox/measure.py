@@ -16,14 +16,8 @@ from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch, written
 from grpo_toolbox.experience import batch_of
-from grpo_toolbox.models.forward import (
-    FLOAT32_ROUNDING,
-    HALF_ROUNDING,
-    autocast,
-    eval_mode,
-    in_half_precision,
-    plain_model,
-)
+from grpo_toolbox.models.forward import autocast, eval_mode, in_half_precision, plain_model
+from grpo_toolbox.models.packing import FLOAT32_ROUNDING, HALF_ROUNDING
 from grpo_toolbox.objectives import Objective
 from grpo_toolbox.rollout import rollout
 from grpo_toolbox.run import Experience, Run

@@ -29,13 +29,13 @@ from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.convention import check_sampling
 from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.models.experts import check_router, router_coefficient
-from grpo_toolbox.models.forward import packing_refusal
 from grpo_toolbox.models.load import (
     has_adapter,
     load_model,
     max_positions,
     save_pretrained,
 )
+from grpo_toolbox.models.packing import packing_refusal
 from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Divergence, Reward

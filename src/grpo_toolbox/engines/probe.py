@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from grpo_toolbox.models.forward import FLOAT32_ROUNDING
+from grpo_toolbox.models.packing import FLOAT32_ROUNDING
 
 log = logging.getLogger(__name__)
 

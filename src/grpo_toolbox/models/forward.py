@@ -1,6 +1,6 @@
 """Log-probs of completions under a model: packed, with each prompt forwarded once, or padded where that cannot be.
 
-Both give the same numbers on a model that `packing_refusal` has nothing to say about.
+Both give the same numbers on a model that `models/packing.py` has nothing to say about.
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.models.linear import fast_linear, same_forwards_again
 from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
-
-FLOAT32_ROUNDING = 1e-3
-"""Largest |Δ log-prob| between packed and plain forward in float32 that is rounding and not another function."""
-HALF_ROUNDING = 0.3
-"""The same for weights in half precision; another function differs by about 1 on a trained model."""
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def completion_logps(
@@ -248,65 +242,3 @@ def _padded_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     targets = starts.unsqueeze(1) + torch.arange(batch.mask.shape[1], device=device)  # (B, T)
     inside = targets < lengths.unsqueeze(1)
     return input_ids, real, targets.clamp(max=width - 1), inside
-
-
-def packing_refusal(model: nn.Module, vocabulary: int, longest: int, device: torch.device) -> str | None:
-    """Say why `model` cannot take the packed layout for rows of up to `longest` tokens; None where it can.
-
-    What a probe of a few tokens cannot show (a window of thousands, a cap that small logits do not feel) is read from
-    the configuration; everything else shows in the probe.
-    """
-    plain = plain_model(model)
-    config = plain.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    limit = _plain_attention_limit(config)
-    if not getattr(plain, "_supports_attention_backend", False):
-        return "its attention cannot be replaced"
-    if kinds:
-        return f"it has layers of kind {', '.join(sorted(kinds))}"
-    if limit is not None and longest > limit:
-        return f"its attention changes past {limit} tokens, and prompt and completion may reach {longest}"
-    if getattr(config, "final_logit_softcapping", None) is not None:
-        return "it caps its logits"
-    try:
-        gap = packing_gap(model, vocabulary, device)
-    except (NotImplementedError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-        return f"its forward pass does not take it ({str(error).partition(chr(10))[0]})"
-    tolerance = FLOAT32_ROUNDING if next(plain.parameters()).dtype == torch.float32 else HALF_ROUNDING
-    return None if gap < tolerance else f"log-probs differ by {gap:.2g}"
-
-
-def _plain_attention_limit(config: Any) -> int | None:
-    """Return the most tokens for which every layer's attention is the plain causal one; None without a limit.
-
-    Sliding windows and chunks end it, and LongRoPE, which turns all keys anew once a row is longer than this.
-    """
-    kinds = getattr(config, "layer_types", None)
-    limits = []
-    if kinds is None or "sliding_attention" in kinds:
-        limits.append(getattr(config, "sliding_window", None))
-    if kinds is None or "chunked_attention" in kinds:
-        limits.append(getattr(config, "attention_chunk_size", None))
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if part.get("rope_type") == "longrope":
-            limits.append(part.get("original_max_position_embeddings"))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-@torch.no_grad()
-def packing_gap(model: nn.Module, vocabulary: int, device: torch.device) -> float:
-    """Return the largest |Δ log-prob| between the packed and the plain forward on a probe of 40 tokens.
-
-    Linear attention, scaled logits and positions that do not follow `position_ids` show here. Raises what the model
-    raises where it does not take a layout.
-    """
-    tokens = [(7 * place + 3) % vocabulary for place in range(40)]
-    prompts = (tuple(tokens[:9]), tuple(tokens[9:12]))
-    completions = (tuple(tokens[12:26]), tuple(tokens[26:31]), tuple(tokens[31:40]))
-    mask = torch.arange(14, device=device) < torch.tensor([14, 5, 9], device=device).unsqueeze(1)
-    zeros = torch.zeros(3, 14, device=device)
-    probe = Batch(prompts, (0, 0, 1), completions, mask, zeros[:, :1], zeros)
-    plain, _ = completion_logps(model, probe, temperature=1.0, packed=False)
-    packed, _ = completion_logps(model, probe, temperature=1.0, packed=True)
-    return float((packed - plain).abs().max())
