@@ -206,7 +206,7 @@ def test_the_help_of_a_group_shows_every_key_and_every_option() -> None:
     for group in groups():
         text, overview = train_help([group]), train_help([])
         assert all(f"\n  {option}\n" in text for option in option_names(group))
-        assert f"{', '.join(option_names(group))}\n" in overview
+        assert f"{group} {', '.join(option_names(group))} " in " ".join(overview.split())
 
 
 def test_every_key_of_the_schema_can_be_set_from_the_command_line() -> None:

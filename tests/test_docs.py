@@ -259,11 +259,24 @@ def generated() -> dict[str, str]:
     options = ["| group | option | what it is |", "|---|---|---|"]
     for group in groups():
         for option in option_names(group):
-            lines = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-            comment = next(line for line in lines if line.startswith("# ") and "@package" not in line)
-            options.append(f"| `{group}=` | `{option}` | {_cell(comment.removeprefix('# '))} |")
+            comment, _ = head(group, option)
+            options.append(f"| `{group}=` | `{option}` | {_cell(comment)} |")
     keys = ["| key | default | meaning |", "|---|---|---|", *_key_rows("", "RunConfig")]
     return {"groups": "\n".join(options), "keys": "\n".join(keys)}
+
+
+def head(group: str, option: str) -> tuple[str, bool]:
+    """The first line of the comment at the head of an option's file, and whether the comment goes on."""
+    lines = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    comment, following, *_ = [line for line in lines if "@package" not in line]
+    assert comment.startswith("# ")
+    return comment.removeprefix("# "), following.startswith("# ")
+
+
+def test_the_first_line_of_every_option_stands_by_itself() -> None:
+    """It is what the table of docs/config.md says of the option."""
+    lines = [(group, option, *head(group, option)) for group in groups() for option in option_names(group)]
+    assert [line for line in lines if line[3] and not line[2].endswith(".")] == []
 
 
 def _key_rows(prefix: str, class_name: str) -> Iterator[str]:
@@ -273,8 +286,7 @@ def _key_rows(prefix: str, class_name: str) -> Iterator[str]:
         elif name in SHARED_KEYS:
             yield from _key_rows(f"{prefix}{name}.", SHARED_KEYS[name])
         elif not kind.startswith("dict"):
-            shown = {"MISSING": "required", "None": "null", "True": "true", "False": "false"}.get(default, default)
-            yield f"| `{prefix}{name}` | {shown.strip(chr(39))} | {_cell(meaning)} |"
+            yield f"| `{prefix}{name}` | {default} | {_cell(meaning)} |"
 
 
 def _cell(words: str) -> str:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -219,7 +220,18 @@ def test_another_version_and_none_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refused(*TRL).startswith("trl 1.15.0 computes its loss with Triton, which is not there: install trl 1.16.")
+    assert refused(*TRL).startswith(
+        "trl 1.15.0 computes its loss with Triton, which is not there. Install trl 1.16, or"
+    )
+
+    monkeypatch.undo()
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15.0" if name == "trl" else version(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: ModuleSpec(name, None))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert refused(*TRL, "trainer.device=cpu").startswith("trl 1.15.0 computes its loss with Triton on a GPU, and")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check_trl(composed(*TRL, "trainer.device=cpu")[0])
 
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -10,6 +10,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import logging
+import os
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ def algorithm_of(config: RunConfig) -> str:
 def check_trl(config: RunConfig) -> None:
     """Raise ConfigError where TRL is not there or cannot do a key; warn of keys without effect and of differences."""
     trl_arguments(config)
-    _check_installed()
+    _check_installed(config)
     idle = [f"{key}={value} ({why})" for key, value, why in _idle(config)]
     if idle:
         log.warning("without effect on TRL: %s.", "; ".join(idle))
@@ -191,7 +192,7 @@ def _correction(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _check_installed() -> None:
+def _check_installed(config: RunConfig) -> None:
     advice = f'Run pip install "grpo-toolbox[trl]", {_ELSEWHERE}.'
     try:
         version = importlib.metadata.version("trl")
@@ -199,9 +200,24 @@ def _check_installed() -> None:
         raise ConfigError(f"trainer.name=trl needs the package trl, which is not installed. {advice}") from error
     if not version.startswith(tuple(f"{one}." for one in VERSIONS)):
         raise ConfigError(f"trainer.name=trl works with trl {' and '.join(VERSIONS)}, not {version}. {advice}")
-    if version.startswith("1.15.") and importlib.util.find_spec("triton") is None:
+    if version.startswith("1.15."):
+        _check_triton(config, version)
+
+
+def _check_triton(config: RunConfig, version: str) -> None:
+    """Raise ConfigError where a TRL whose loss is a Triton kernel cannot compute it."""
+    if importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            f"trl {version} computes its loss with Triton, which is not there: install trl 1.16. {advice}"
+            f"trl {version} computes its loss with Triton, which is not there. Install trl 1.16, or set "
+            "trainer.name=toolbox."
+        )
+    from grpo_toolbox.config.policy import pick_device  # brings torch, which the check of other versions needs not
+
+    kind = pick_device(config.trainer.device).type
+    if kind not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET", "") in ("", "0"):
+        raise ConfigError(
+            f"trl {version} computes its loss with Triton on a GPU, and this run is on {kind}. Install trl 1.16, or "
+            "set trainer.name=toolbox; with TRITON_INTERPRET=1 it runs here, slowly."
         )
 
 

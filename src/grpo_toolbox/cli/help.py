@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+
 from grpo_toolbox.config.source import CONF, SCHEMA_GROUPS, SHARED_KEYS, groups, option_names, schema_keys
 from grpo_toolbox.errors import unknown_option
 
@@ -38,8 +41,21 @@ def train_help(words: list[str]) -> str:
                 raise unknown_option("--help", word, groups())
         return "\n\n".join(_group_help(word) for word in words)
     width = max(map(len, groups()))
-    lines = [f"  {group:<{width}}  {', '.join(option_names(group))}" for group in groups()]
+    lines = [_wrapped(f"  {group:<{width}}  ", ", ".join(option_names(group))) for group in groups()]
     return _USAGE.format(groups="\n".join(lines))
+
+
+def _wrapped(head: str, text: str) -> str:
+    """Return a line broken where the terminal ends; what follows the first line is indented as deeply as `head`."""
+    width = max(len(head) + 40, min(shutil.get_terminal_size().columns, 120))
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _group_help(group: str) -> str:
@@ -60,8 +76,6 @@ def _key_lines(prefix: str, class_name: str) -> list[str]:
         if kind.endswith("Config"):
             lines += _key_lines(f"{prefix}.{name}", kind)
         else:
-            words = {"MISSING": "required", "None": "null", "True": "true", "False": "false"}
-            shown = words.get(default, default.strip("'"))
-            shown = "{}" if "default_factory" in shown else shown
-            lines.append(f"  {prefix}.{name} = {shown}" + (f"    {meaning}" if meaning else ""))
+            lines.append(f"  {prefix}.{name} = {default}")
+            lines += [_wrapped(" " * 6, meaning)] if meaning else []
     return lines

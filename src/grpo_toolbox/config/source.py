@@ -43,7 +43,8 @@ def schema_keys(class_name: str) -> list[tuple[str, str, str, str]]:
 def class_fields(file: str, class_name: str) -> list[tuple[str, str, str, str]]:
     """Return (name, type, default, meaning) of each field of a class; the meaning is the docstring under it.
 
-    A field whose key is a keyword of Python has an underscore behind it.
+    The default is written as YAML has it, "required" where a value must be given. A field whose key is a keyword of
+    Python has an underscore behind it.
     """
     body = next(node.body for node in _tree(file).body if isinstance(node, ast.ClassDef) and node.name == class_name)
     found = []
@@ -53,9 +54,18 @@ def class_fields(file: str, class_name: str) -> list[tuple[str, str, str, str]]:
         meaning = ""
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             meaning = " ".join(str(following.value.value).split())
-        default = ast.unparse(field.value) if field.value else ""
+        default = _as_yaml(field.value) if field.value else ""
         found.append((field.target.id.removesuffix("_"), ast.unparse(field.annotation), default, meaning))
     return found
+
+
+def _as_yaml(default: ast.expr) -> str:
+    if isinstance(default, ast.Call) and default.keywords:  # field(default_factory=…)
+        made = default.keywords[0].value
+        default = made.body if isinstance(made, ast.Lambda) else made
+    text = ast.unparse(default)
+    known = {"MISSING": "required", "None": "null", "True": "true", "False": "false", "list": "[]", "dict": "{}"}
+    return known.get(text, text.strip("'"))
 
 
 def registry(file: str, name: str) -> dict[str, str]:
