@@ -161,7 +161,9 @@ def _sampler(config: RunConfig, algorithm: str) -> dict[str, Any]:
     elif len(urls) == 1:
         fields |= {"vllm_server_base_url": urls[0], "vllm_server_timeout": server.start_timeout_s}
     else:
-        raise ConfigError(f"rollout.server.urls={urls}: TRL samples on one server. Give one address, {_ELSEWHERE}.")
+        raise ConfigError(
+            f"rollout.server.urls={urls}: TRL samples on one server. Give one address, or set trainer.name=toolbox."
+        )
     if config.rollout.min_new_tokens:
         fields["generation_kwargs"] = {"min_tokens": config.rollout.min_new_tokens}  # vLLM's name
     if algorithm == "rloo":
@@ -193,7 +195,7 @@ def _correction(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_installed(config: RunConfig) -> None:
-    advice = f'Run pip install "grpo-toolbox[trl]", {_ELSEWHERE}.'
+    advice = 'Run pip install "grpo-toolbox[trl]", or set trainer.name=toolbox.'
     try:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError as error:

@@ -200,7 +200,7 @@ def _duration(seconds: float) -> str:
 def _next_commands(progress: Progress, argv: Sequence[str]) -> Iterator[str]:
     folder = progress.run.run_dir
     if (folder / "traces" / "actions.jsonl").exists():
-        yield shlex.join(["toolbox", "traces", _shown(folder / "traces")])
+        yield shlex.join(["toolbox", "traces", _shown(folder)])
     if (folder / "memory.sqlite").exists():
         yield shlex.join(["toolbox", "memory", "export", _shown(folder)])
     if (folder / "checkpoints").exists():

@@ -62,7 +62,8 @@ def _group_help(group: str) -> str:
     lines = [f"{group}="]
     for path in sorted((CONF / group).glob("*.yaml"), key=lambda path: (not path.stem.startswith("_"), path.stem)):
         text = path.read_text(encoding="utf-8").replace("# @package _global_\n", "")
-        lines += [f"  {path.stem}", *(f"    {line}" for line in text.strip().splitlines())]
+        lines += ["  all of them" if path.stem.startswith("_") else f"  {path.stem}"]
+        lines += [f"    {line}" for line in text.strip().splitlines()]
     if group in SCHEMA_GROUPS:
         lines += ["keys", *_key_lines(group, SCHEMA_GROUPS[group])]
     if group in SHARED_KEYS:
