@@ -187,7 +187,7 @@ class Evaluations(Callback):
     def on_step(self, step: Step) -> None:
         run = built_run(*DIGITS, *EVALUATED, f"run_dir={self._run.info.run_dir / str(step.number)}")
         run.policy.load_state_dict(self._run.policy.state_dict())
-        found = evaluate(run.engine, run.reward, run.eval_prompts, run.eval_sampling)
+        found = evaluate(run, run.eval_prompts)
         self.pairs.append((step.metrics["eval/reward"], found["eval/reward"]))
 
 

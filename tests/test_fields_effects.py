@@ -48,6 +48,8 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "trackio_space_id": ("me/space", {"report_to": "trackio"}, {"callbacks.trackio.space_id": "me/space"}),
     "eval_strategy": ("epoch", {}, {"trainer.eval_every": 100}),
     "eval_steps": (20, {"eval_strategy": "steps"}, {"trainer.eval_every": 20}),
+    "eval_on_start": (True, {}, {"trainer.eval_at_start": True}),
+    "num_generations_eval": (2, {}, {"trainer.eval_completions": 2}),
     "save_strategy": ("epoch", {}, {"trainer.save_every": 100}),
     "save_steps": (50, {}, {"trainer.save_every": 50}),
     "save_total_limit": (3, {}, {"trainer.keep_checkpoints": 3}),
@@ -66,7 +68,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "shuffle_dataset": (False, {}, {"data.shuffle": False}),
     "generation_batch_size": (32, {}, {"rollout.steps_per_generation": 4}),
     "steps_per_generation": (2, {}, {"rollout.steps_per_generation": 2}),
-    "temperature": (0.7, {}, {"rollout.temperature": 0.7, "trainer.eval_temperature": 0.7}),
+    "temperature": (0.7, {}, {"rollout.temperature": 0.7, "trainer.eval_temperature": None}),  # None: the same
     "top_p": (0.9, {}, {"rollout.top_p": 0.9}),
     "top_k": (50, {}, {"rollout.top_k": 50}),
     "min_p": (0.1, {}, {"rollout.min_p": 0.1}),

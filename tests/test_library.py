@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_toolbox import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from grpo_toolbox.api.translate import translate
@@ -63,7 +64,8 @@ def test_defaults_are_those_of_the_preset_of_trl() -> None:
     ours = run_config(GRPOConfig())
     for group in ("rollout", "trainer", "model"):
         mine, theirs = (vars(getattr(one, group)) for one in (ours, preset))
-        own = {"eval_temperature", "save_every", "keep_checkpoints", "path", "lora"}
+        evaluations = {"eval_temperature", "eval_completions", "eval_loss", "eval_at_start"}
+        own = {*evaluations, "save_every", "keep_checkpoints", "path", "lora"}
         assert {key for key in mine if mine[key] != theirs[key]} - own == set(), group
     assert ours.advantage == preset.advantage
     shared = set(ours.objective) & set(preset.objective)
@@ -430,21 +432,50 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
             return [float(trainer_state.global_step == 2)] * len(completions)
         return digits(completions)
 
-    args = config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "num_generations_eval": 1}
+    args = config(tmp_path, max_steps=3, metric_for_best_model="eval_reward", **evaluated)
     given = {"reward_funcs": best_second, "eval_dataset": ROWS[:2], "callbacks": [Keeps]}
     trainer = trained(tmp_path, args=args, **given)
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-2")
     assert torch.equal(trainer.model.lm_head.weight, seen[1])
     assert not torch.equal(seen[1], seen[2])
 
 
+@pytest.mark.parametrize(
+    ("fields", "lowest"),
+    [
+        ({}, True),  # transformers' default: the loss
+        ({"metric_for_best_model": "reward"}, False),
+        ({"metric_for_best_model": "eval_rewards/digits/mean", "greater_is_better": False}, True),
+        ({"metric_for_best_model": "entropy"}, False),
+        ({"metric_for_best_model": "eval_completions/mean_length", "greater_is_better": True}, False),
+    ],
+)
+def test_any_metric_of_an_evaluation_chooses_the_best(fields: dict[str, Any], lowest: bool, tmp_path: Path) -> None:
+    args = config(
+        tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True, **fields
+    )
+    trainer = trained(tmp_path, args=args, eval_dataset=ROWS[:8])
+    name = "eval_" + (args.metric_for_best_model or "loss").removeprefix("eval_")
+    seen = {entry["step"]: entry[name] for entry in trainer.state.log_history if name in entry}
+    best = (min if lowest else max)(seen.values())
+    assert list(seen) == [1, 2, 3]
+    assert trainer.state.best_metric == best
+    assert seen[trainer.state.best_global_step] == best
+    assert trainer.evaluate()[name] == best  # the same completions are drawn, by the weights of that step
+
+
 def test_several_evaluations_are_told_apart_by_name(tmp_path: Path) -> None:
-    """As in TRL: each data set's metrics have its name; the first one's reward decides which checkpoint is the best."""
+    """As in TRL: each data set's metrics have its name, and by its name one of them says which checkpoint is best."""
     parts = {"easy": ROWS[:2], "hard": ROWS[2:6]}
-    args = config(tmp_path, eval_strategy="steps", eval_steps=2)
+    args = config(tmp_path, eval_strategy="steps", eval_steps=2, metric_for_best_model="eval_hard_reward")
     trainer = trained(tmp_path, args=args, eval_dataset=parts)
     rewards = [[name for name in entry if name.endswith("_reward")] for entry in trainer.state.log_history]
-    assert [names for names in rewards if names] == [["eval_easy_reward"], ["eval_hard_reward"]] * 2  # before, and at 2
+    assert [names for names in rewards if names] == [["eval_hard_reward"], ["eval_easy_reward"]]
+    assert trainer.state.best_metric == next(
+        e["eval_hard_reward"] for e in trainer.state.log_history if "eval_hard_reward" in e
+    )
     assert {"eval_easy_reward", "eval_hard_reward", "eval_hard_rewards/digits/mean"} <= set(trainer.evaluate())
 
 
@@ -505,9 +536,55 @@ def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     assert resumed.run_dir == stopped.run_dir
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert [entry["step"] for entry in resumed.state.log_history] == [3, 4, 4]
-    with pytest.raises(ConfigError, match="already finished step 4"):
-        GRPOTrainer("builtin:tiny", digits, config(tmp_path, max_steps=4), ROWS).train(resume_from_checkpoint=True)
+    steps = [[entry["step"] for entry in one.state.log_history] for one in (whole, resumed)]
+    assert steps == [[1, 2, 3, 4, 4]] * 2
+    tokens = [[entry.get("num_tokens") for entry in one.state.log_history] for one in (whole, resumed)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_finished_run_that_is_resumed_trains_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in TRL, where a job that is started once more comes to its end with the weights of the last checkpoint."""
+    first = trained(tmp_path)
+    again = GRPOTrainer("builtin:tiny", digits, config(tmp_path), ROWS)
+    assert again.train(resume_from_checkpoint=True).global_step == 2
+    assert "has already finished step 2 of 2" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_checkpoints_have_transformers_names_too(tmp_path: Path) -> None:
+    """`get_last_checkpoint` finds the last one of the last run, which `from_pretrained` and a resumed run read."""
+    args = config(tmp_path, max_steps=3, save_steps=1, save_total_limit=2)
+    trainer = trained(tmp_path, args=args)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    last = get_last_checkpoint(args.output_dir)
+    assert last == str(tmp_path / "run" / "checkpoint-3")
+    loaded = AutoModelForCausalLM.from_pretrained(last)
+    assert torch.equal(loaded.lm_head.weight, trainer.model.lm_head.weight)
+    history = json.loads(Path(last, "trainer_state.json").read_text())["log_history"]
+    assert history == [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
+
+    longer = GRPOTrainer("builtin:tiny", digits, config(tmp_path, max_steps=4), ROWS)
+    longer.train(resume_from_checkpoint=last)
+    assert longer.run_dir == tmp_path / "run"
+    assert get_last_checkpoint(args.output_dir) == str(tmp_path / "run" / "checkpoint-4")
+
+    another = trained(tmp_path, args=config(tmp_path, max_steps=1))
+    assert another.run_dir == tmp_path / "run-2"
+    assert get_last_checkpoint(args.output_dir) == str(tmp_path / "run" / "checkpoint-1")
+    assert (
+        tmp_path / "run" / "checkpoint-1"
+    ).resolve() == tmp_path / "run-2" / "checkpoints" / "step-00000001" / "model"
+
+
+def test_a_checkpoint_of_transformers_own_trainer_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoint-7"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+    trainer = GRPOTrainer("builtin:tiny", digits, config(tmp_path), ROWS)
+    with pytest.raises(ConfigError, match=r"start a new run from its weights, model='.*checkpoint-7'"):
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match="has no whole checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:

@@ -244,10 +244,10 @@ def test_prompts_without_a_reward_are_left_out_of_the_evaluation(tmp_path: Path)
     run = built_run(f"run_dir={tmp_path / 'run'}", *SMALL, "reward=custom", "reward.name=plugs:only_some")
     prompts = list({prompt.id: prompt for _ in range(3) for prompt in run.data.next()}.values())
     assert sorted(prompt.columns["answer"] for prompt in prompts) == list("011222")
-    found = evaluate(run.engine, run.reward, prompts, run.eval_sampling)
+    found = evaluate(run, prompts)
     assert found["eval/reward"] == found["eval/pass@1"] == pytest.approx(1 / 3)
     without = [prompt for prompt in prompts if prompt.columns["answer"] == "2"]
-    found = evaluate(run.engine, run.reward, without, run.eval_sampling)
+    found = evaluate(run, without)
     assert not [name for name in found if "reward" in name or "pass" in name]
     assert found.keys() >= {"eval/completion_tokens", "eval/clipped_ratio", "time/eval"}
 

@@ -235,6 +235,15 @@ def pays_per_token(advantage: Callable[..., Tensor]) -> bool:
         return False
 
 
+def needs_others(advantage: Callable[..., Tensor]) -> bool:
+    """Tell whether an estimator compares the completions of a group, so that a single one has nothing to learn."""
+    try:
+        advantage(torch.zeros(2, 1), **({"values": torch.zeros(2, 1, 2)} if needs_values(advantage) else {}))
+    except ConfigError:
+        return True
+    return False
+
+
 def unpaid_tokens(advantage: Callable[..., Tensor]) -> ConfigError:
     """Build the error for a reward that pays per token beside an estimator that knows whole completions alone."""
     name = getattr(getattr(advantage, "func", advantage), "__name__", "it")

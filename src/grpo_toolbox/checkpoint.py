@@ -20,7 +20,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         )
     for device, device_state in enumerate(state["cuda"][:devices]):
         torch.cuda.set_rng_state(device_state.cpu(), device)
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Put every generator back to where it was before the block."""
+    before = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(before)
 
 
 # ---- the run folder

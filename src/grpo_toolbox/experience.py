@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.advantages import estimate, value_targets
+from grpo_toolbox.advantages import estimate, needs_others, value_targets
 from grpo_toolbox.batch import Batch, collate, written
 from grpo_toolbox.engines.convention import check_convention
 from grpo_toolbox.errors import TrainingError
@@ -73,27 +73,14 @@ def steps_served(run: Run, generation: Generation) -> int:
 def experiences(run: Run, generation: Generation, number: int, clock: Clock) -> list[Experience]:
     """Return what the steps from `number` on learn from a generation: none where all its groups are too old."""
     _stop_when_empty(run, generation.kept)
-    rollouts, scores, metrics = generation.rollouts, generation.scores, dict(generation.metrics)
+    rollouts, metrics = generation.rollouts, dict(generation.metrics)
     kept, oldest = _young_enough(run, generation, number)
     if generation.kept and not kept:
         return []
     if generation.ahead:
         metrics["async/groups_dropped"] = float(len(generation.kept) - len(kept))
         metrics["async/tokens_masked"] = 0.0 if oldest is None else float(tokens_before(rollouts, oldest))
-    penalty = reward_penalty(run, rollouts)
-    values = _values(run, rollouts)
-    if penalty is not None:
-        metrics["kl"] = float(penalty.nanmean()) / run.controlled_objective().beta
-    whole = Experience(
-        rollouts,
-        scores,
-        _advantages(run, scores, penalty, values, kept),
-        kept,
-        metrics,
-        values=values,
-        returns=None if values is None else value_targets(run.advantage, scores, values, penalty),
-        oldest=oldest,
-    )
+    whole = replace(estimated(run, replace(generation, kept=kept, metrics=metrics)), oldest=oldest)
     stale = generation.ahead and any(one.oldest_version < number - 1 for one in rollouts)
     # with a correction the ratio is to the policy as the update begins, and the correction takes it on to the sampler
     corrected = run.controlled_objective().corrects
@@ -102,6 +89,25 @@ def experiences(run: Run, generation: Generation, number: int, clock: Clock) -> 
         return [whole]
     again = not run.generation.reuse_logps or (stale and corrected)
     return _dealt(run, whole, clock, compute_old=again and not whole.off_policy)
+
+
+def estimated(run: Run, generation: Generation) -> Experience:
+    """Add what policy, reference and critic say of a generation: a KL in the reward, values, advantages."""
+    rollouts, scores, metrics = generation.rollouts, generation.scores, dict(generation.metrics)
+    size = scores.total.shape[1]
+    penalty = reward_penalty(run, rollouts, size)
+    values = _values(run, rollouts, size)
+    if penalty is not None:
+        metrics["kl"] = float(penalty.nanmean()) / run.controlled_objective().beta
+    return Experience(
+        rollouts,
+        scores,
+        _advantages(run, scores, penalty, values, generation.kept),
+        generation.kept,
+        metrics,
+        values=values,
+        returns=None if values is None else value_targets(run.advantage, scores, values, penalty),
+    )
 
 
 def _dealt(run: Run, whole: Experience, clock: Clock, *, compute_old: bool) -> list[Experience]:
@@ -194,17 +200,19 @@ def _seeded(sampling: Sampling, number: int, turn: int) -> Sampling:
     return replace(sampling, seed=sampling.seed * 1_000_003 + number + (turn << 40))
 
 
-def _values(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
+def _values(run: Run, rollouts: Sequence[Rollout], group_size: int) -> Tensor | None:
     """Return the critic's values (P, G, T) before each token, NaN where the policy wrote none, if there is a critic."""
     if run.critic is None:
         return None
-    batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
+    batch = collate(rollouts, torch.zeros(len(rollouts) // group_size, group_size))
     values = torch.where(batch.mask, run.critic.values(batch), torch.nan)
-    return values.reshape(-1, run.group_size, values.shape[1])
+    return values.reshape(-1, group_size, values.shape[1])
 
 
 def _advantages(run: Run, scores: Scores, penalty: Tensor | None, values: Tensor | None, kept: Sequence[int]) -> Tensor:
-    """Estimate over the kept groups alone; the others get exactly 0."""
+    """Estimate over the kept groups alone; the others get exactly 0, and so does a completion without others."""
+    if scores.total.shape[1] == 1 and needs_others(run.advantage):  # in an evaluation
+        return torch.zeros_like(scores.total)
     if len(kept) == scores.total.shape[0]:
         return estimate(run.advantage, scores, penalty, values)
     advantages = torch.zeros_like(scores.total)

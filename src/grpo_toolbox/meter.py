@@ -22,7 +22,6 @@ class Meter:
         self._tokens, self._rows = 0.0, 0
         self._clips: list[ClipMeter] = []
         self.mismatch = MismatchMeter()
-        self.grad_norm = 0.0
 
     def begin_pass(self) -> None:
         """A pass over the batch begins."""
@@ -52,8 +51,7 @@ class Meter:
         means = {name: value / sizes[name] for name, value in self._sums.items() if sizes[name]}
         each = [one.metrics(tokens, completions) for one in self._clips]
         clipped = {name: sum(one[name] for one in each) / len(each) for name in each[0]}
-        shown = {"loss": self._loss / len(each), "grad_norm": self.grad_norm}
-        return clipped | means | self.mismatch.metrics() | shown
+        return clipped | means | self.mismatch.metrics() | {"loss": self._loss / len(each)}
 
 
 class ClipMeter:

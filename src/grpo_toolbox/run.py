@@ -68,6 +68,27 @@ class GenerationSettings:
 
 
 @dataclass(frozen=True)
+class EvaluationSettings:
+    """How the policy is evaluated, and by what the best checkpoint is chosen."""
+
+    sampling: Sampling
+    completions: int = 1
+    """Per prompt."""
+    with_loss: bool = False
+    """Whether the training loss is computed on them, too."""
+    every: int = 0
+    """Steps between evaluations; 0 never evaluates."""
+    at_start: bool = True
+    """Whether the untrained policy is evaluated."""
+    best_metric: str = "eval/reward"
+    best_is_lowest: bool = False
+
+    def better(self, value: float, best: float) -> bool:
+        """Whether `value` of the metric is better than `best`."""
+        return value < best if self.best_is_lowest else value > best
+
+
+@dataclass(frozen=True)
 class Generation:
     """The rollouts of one or several steps, scored: all that can be said without policy, reference and critic."""
 
@@ -124,7 +145,7 @@ class Source(Protocol):
         """Let the newest weights be sampled with: an evaluation that was due has been done."""
         ...
 
-    def evaluate(self, run: Run, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def evaluate(self, run: Run, work: Callable[[], Generation]) -> Generation:
         """Do `work`, which asks engine and reward, with the policy's present weights, and return what it returns."""
         ...
 
@@ -164,16 +185,15 @@ class Run:
     group_size: int
     prompts_per_step: int
     settings: UpdateSettings
-    eval_sampling: Sampling
+    evaluation: EvaluationSettings
     generation: GenerationSettings = field(default_factory=lambda: GenerationSettings())
-    eval_every: int = 0
     save_every: int = 0
     keep_checkpoints: int = 2
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     finished: int = 0
     """The last finished step; parameters, optimizer and `snapshot` are its."""
     best: tuple[float, int] | None = None
-    """Highest eval/reward so far, and its step."""
+    """The best value of `evaluation.best_metric` so far, and its step; the untrained policy, never saved, has none."""
     snapshot: dict[str, Any] = field(default_factory=dict)
     """RNG states and data position of the last finished step."""
     unreported: Step | None = None

@@ -64,7 +64,7 @@ class Synchronous:
     def release(self) -> None:
         """Nothing waits for it."""
 
-    def evaluate(self, run: Run, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def evaluate(self, run: Run, work: Callable[[], Generation]) -> Generation:
         """Do `work` here and now."""
         return work()
 
@@ -96,8 +96,8 @@ class _Place:
 class _Work:
     """What the trainer asks the background to do between two generations."""
 
-    call: Callable[[], dict[str, float]]
-    result: dict[str, float] | None = None
+    call: Callable[[], Generation]
+    result: Generation | None = None
 
 
 class Background:
@@ -188,7 +188,7 @@ class Background:
             self._released = self._newest
             self._changed.notify_all()
 
-    def evaluate(self, run: Run, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def evaluate(self, run: Run, work: Callable[[], Generation]) -> Generation:
         """Have `work` done in the background with the newest weights, once nothing is owed to older ones."""
         with self._changed:
             self._work = asked = _Work(work)

@@ -21,11 +21,11 @@ from torch import nn
 from grpo_toolbox.callbacks import Due
 from grpo_toolbox.checkpoint import copy_parameters, restore_rng, save_checkpoint
 from grpo_toolbox.clock import Clock
-from grpo_toolbox.evaluation import evaluate
+from grpo_toolbox.errors import ConfigError, suggest
+from grpo_toolbox.evaluation import measure, sample
 from grpo_toolbox.experience import batch_of, from_state, to_state
 from grpo_toolbox.interrupts import GracefulStop, Interrupted
 from grpo_toolbox.metrics import step_metrics
-from grpo_toolbox.rewards import TrainerState
 from grpo_toolbox.run import Experience, Run
 from grpo_toolbox.types import Step
 from grpo_toolbox.update import update
@@ -110,7 +110,7 @@ def refresh_reference(run: Run, number: int) -> None:
 
 def _before_training(run: Run) -> None:
     """Evaluate the untrained policy, or make up for an evaluation that a stop cut short."""
-    due = bool(run.eval_every and (run.owed or run.finished == 0))
+    due = bool(run.evaluation.every and (run.owed or (run.evaluation.at_start and run.finished == 0)))
     run.source.start(run)
     run.snapshot = _snapshot(run, run.finished)
     if due:
@@ -129,7 +129,8 @@ def begin(run: Run, number: int) -> None:
 
 def finish(run: Run, step: Step) -> None:
     """The step is whole: parameters, optimizer and snapshot belong to it from here on. Callbacks say what is due."""
-    evaluate = run.eval_every > 0 and (step.number % run.eval_every == 0 or step.number == run.info.max_steps)
+    every = run.evaluation.every
+    evaluate = every > 0 and (step.number % every == 0 or step.number == run.info.max_steps)
     snapshot, owed = _snapshot(run, step.number), dict(step.metrics) if evaluate else {}
     # One statement without a call, which no second Ctrl-C can cut in two.
     run.finished, run.unreported, run.snapshot, run.owed, run.moving = step.number, step, snapshot, owed, False
@@ -156,22 +157,22 @@ def report(run: Run, evaluated: Mapping[str, float]) -> None:
         return
     if evaluated:
         run.owed = {}
-        run.snapshot = _snapshot(run, run.finished)  # a reward may have drawn random numbers during the evaluation
+        run.snapshot = _snapshot(run, run.finished)  # rewards that failed in the evaluation count
     for callback in run.callbacks:
         callback.on_step(replace(step, metrics={**step.metrics, **evaluated}))
 
 
 def _evaluate(run: Run, number: int) -> dict[str, float]:
-    state = TrainerState(number + 1, run.info.max_steps, evaluating=True)
-
-    def work() -> dict[str, float]:
-        settled = run.reward.settled(run.info.max_steps)
-        return evaluate(run.engine, settled, run.eval_prompts, run.eval_sampling, state, run.error_budget)
-
-    metrics = run.source.evaluate(run, work)
-    reward = metrics.get("eval/reward")
-    if reward is not None and (run.best is None or reward > run.best[0]):
-        run.best = (reward, number)
+    metrics = measure(run, run.source.evaluate(run, partial(sample, run, run.eval_prompts)))
+    name = run.evaluation.best_metric
+    value = metrics.get(name)
+    if value is None and name != "eval/reward" and run.best is None:  # no reward may apply to any prompt
+        raise ConfigError(
+            f"trainer.best_metric={name} is not measured: an evaluation says {', '.join(sorted(metrics))}."
+            f"{suggest(name, metrics)}"
+        )
+    if number and value is not None and (run.best is None or run.evaluation.better(value, run.best[0])):
+        run.best = (value, number)
     return metrics
 
 

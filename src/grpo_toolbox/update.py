@@ -22,7 +22,8 @@ from grpo_toolbox.mismatch import MismatchMeter
 from grpo_toolbox.models.experts import ExpertBalance
 from grpo_toolbox.models.forward import autocast, completion_hidden, completion_logps, eval_mode
 from grpo_toolbox.models.shelf import Shelf
-from grpo_toolbox.objectives import choose_tokens, kl_penalty, loss_and_terms
+from grpo_toolbox.objectives import Objective, choose_tokens, kl_penalty, loss_and_terms
+from grpo_toolbox.ops import Denominators
 from grpo_toolbox.run import Run
 from grpo_toolbox.types import Rollout
 
@@ -52,13 +53,8 @@ def update(run: Run, batch: Batch, number: int, rollouts: Sequence[Rollout] = ()
 
 def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
     objective = run.controlled_objective()
-    counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
-    batch = replace(batch, prompt_length=prompt_lengths(batch))
     rows = _trained_rows(run, batch)
-    micros = _micros(run, batch, rows)
-    forwarded = [_forwarded(run, micro) for micro in micros]  # policy, reference and all epochs run over the same
-    micros = [_with_reference(run, *both) for both in zip(micros, forwarded, strict=True)]
-    micros = _with_choice(run, micros, forwarded, number)
+    counts, micros, forwarded = _prepared(run, objective, batch, rows, number)
     lr = run.lr_at(number)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_share", 1.0)
@@ -77,33 +73,71 @@ def _update_policy(run: Run, batch: Batch, number: int, epochs: int, rollouts: S
         for index, micro in enumerate(micros):
             with balance.watching(micro), in_place():
                 logps, entropy = _logps(run, run.policy, forwarded[index], shelf)
-            loss, terms = loss_and_terms(
-                objective,
-                logps=logps,
-                entropy=entropy,
-                advantages=micro.advantages,
-                mask=micro.mask,
-                denominators=replace(counts, prompt_length=micro.prompt_length),
-                old_logps=micro.old_logps,
-                ref_logps=micro.ref_logps,
-                sampler_logps=micro.sampler_logps,
-                trained=micro.trained,
-                anchored=micro.anchored,
-            )
+            loss, terms = _loss(objective, counts, micro, logps, entropy)
             loss = loss + balance.loss()
             with in_place():
                 loss.backward()
             shelf.clear()
-            meter.add(loss, terms | {"entropy": entropy.detach()}, micro.advantages, micro.mask)
+            meter.add(loss, terms, micro.advantages, micro.mask)
             if epoch == 0:
                 old_logps = logps.detach() if micro.old_logps is None else micro.old_logps
                 meter.mismatch.add(logps.detach(), micro.sampler_logps, micro.mask, _ages(micro, number))
                 micros[index] = replace(micro, old_logps=old_logps)
-        meter.grad_norm = _step(run, parameters, meter, number)
+        norm = _step(run, parameters, meter, number)
     tokens = sum(rows_forwarded.forward_tokens for rows_forwarded, _ in forwarded)
-    trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens)}
+    trained = {"rows_trained": float(len(rows)), "forward_tokens": float(tokens), "grad_norm": norm}
     found = meter.metrics(float(batch.mask.sum()), len(batch)) | balance.metrics(epochs)
     return shown | _with_policy_loss(run, found) | trained | {"lr": lr}
+
+
+@torch.no_grad()
+def measure_loss(run: Run, batch: Batch, number: int) -> dict[str, float]:
+    """Return the loss that an update on all of `batch` would begin with, and its terms; nothing moves."""
+    objective = run.controlled_objective()
+    counts, micros, forwarded = _prepared(run, objective, batch, range(len(batch)), number)
+    meter = Meter(of_completions=objective.ratio_level != "token")
+    balance = _expert_balance(run, batch)
+    meter.begin_pass()
+    with eval_mode(run.policy):
+        balance.count(micros, partial(_hidden, run))
+        for micro, rows in zip(micros, forwarded, strict=True):
+            with balance.watching(micro):
+                logps, entropy = _logps(run, run.policy, rows)
+            loss, terms = _loss(objective, counts, micro, logps, entropy)
+            meter.add(loss + balance.loss(), terms, micro.advantages, micro.mask)
+            meter.mismatch.add(logps, micro.sampler_logps, micro.mask, _ages(micro, number))
+    return _with_policy_loss(run, meter.metrics(float(batch.mask.sum()), len(batch)) | balance.metrics(1))
+
+
+def _prepared(
+    run: Run, objective: Objective, batch: Batch, rows: Sequence[int], number: int
+) -> tuple[Denominators, list[Batch], list[Forwarded]]:
+    """Return what a batch's losses are divided by, its `rows` as micro-batches, and what is forwarded for each."""
+    counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
+    micros = _micros(run, replace(batch, prompt_length=prompt_lengths(batch)), rows)
+    forwarded = [_forwarded(run, micro) for micro in micros]  # policy, reference and all epochs run over the same
+    micros = [_with_reference(run, *both) for both in zip(micros, forwarded, strict=True)]
+    return counts, _with_choice(run, micros, forwarded, number), forwarded
+
+
+def _loss(
+    objective: Objective, counts: Denominators, micro: Batch, logps: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a micro-batch's share of the loss, and the terms to be logged, entropy (B, T) among them."""
+    loss, terms = loss_and_terms(
+        objective,
+        logps=logps,
+        entropy=entropy,
+        advantages=micro.advantages,
+        mask=micro.mask,
+        denominators=replace(counts, prompt_length=micro.prompt_length),
+        old_logps=micro.old_logps,
+        ref_logps=micro.ref_logps,
+        sampler_logps=micro.sampler_logps,
+        trained=micro.trained,
+        anchored=micro.anchored,
+    )
+    return loss, terms | {"entropy": entropy.detach()}
 
 
 def _with_policy_loss(run: Run, found: dict[str, float]) -> dict[str, float]:
@@ -134,14 +168,14 @@ def _expert_balance(run: Run, batch: Batch) -> ExpertBalance:
     return ExpertBalance(run.policy, settings.router_aux_coef, rows_per_prompt=rows_per_prompt, packed=settings.packed)
 
 
-def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
+def reward_penalty(run: Run, rollouts: Sequence[Rollout], group_size: int) -> Tensor | None:
     """Return beta · KL per token (P, G, T), NaN off what was written, where the objective takes it off the reward.
 
     The policy's log-probs are those its engine sampled with, or the trainer's where the engine's are not as good.
     """
     if run.reference is None or run.objective.kl_in != "reward":
         return None
-    batch = collate(rollouts, torch.zeros(len(rollouts) // run.group_size, run.group_size))
+    batch = collate(rollouts, torch.zeros(len(rollouts) // group_size, group_size))
     penalty = torch.full_like(batch.sampler_logps, torch.nan)
     for rows in micro_batches(batch, range(len(batch)), run.settings.micro_batch_tokens):
         micro = batch.select(rows).to(run.device)
@@ -151,7 +185,7 @@ def reward_penalty(run: Run, rollouts: Sequence[Rollout]) -> Tensor | None:
         taken = kl_penalty(run.controlled_objective(), logps, micro.ref_logps, micro.mask)
         taken = torch.where(micro.mask, taken, torch.nan).cpu()
         penalty[torch.tensor(rows), : taken.shape[1]] = taken
-    return penalty.reshape(-1, run.group_size, penalty.shape[1])
+    return penalty.reshape(-1, group_size, penalty.shape[1])
 
 
 def trainer_logps(run: Run, batch: Batch) -> Tensor:

@@ -59,7 +59,12 @@ class Arguments:
             if one.status == "accepted":
                 log.warning("%s has no effect here: %s.", where, one.note)
         if wanted.load_best_model_at_end and wanted.metric_for_best_model is None:
-            wanted.metric_for_best_model = "eval_reward"
+            wanted.metric_for_best_model = "loss"
+            log.warning(
+                "load_best_model_at_end without metric_for_best_model takes the lowest eval_loss, as transformers "
+                "does, and a policy's loss says little about how good it is: metric_for_best_model='eval_reward' takes "
+                "the reward."
+            )
         if wanted.metric_for_best_model is not None and wanted.greater_is_better is None:
             wanted.greater_is_better = not wanted.metric_for_best_model.endswith("loss")
 

@@ -40,6 +40,8 @@ class Events(Callback):
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         self.tokens = 0.0
+        self.link: Callable[[int, Path], Path] = lambda step, checkpoint: checkpoint
+        """Gives a checkpoint its name of transformers'."""
         self.eval_prefix = "eval"
         """Of what the loop evaluates on."""
         self.evaluate_others: Callable[[], Any] = lambda: None
@@ -59,6 +61,14 @@ class Events(Callback):
         self._shown |= {"lr_scheduler": None, "train_dataloader": None, "eval_dataloader": None}
         run.optimizer.register_step_pre_hook(lambda *_: self.fire("on_pre_optimizer_step"))
         run.optimizer.register_step_post_hook(lambda *_: self.fire("on_optimizer_step"))
+
+    def restore(self, saved: Path) -> None:
+        """Go on with the state that a checkpoint was written with: its history, its best, its tokens."""
+        from transformers import TrainerState
+
+        if saved.is_file():  # not in checkpoints of `toolbox train`
+            self.state = TrainerState.load_from_json(str(saved))
+            self.tokens = float(self.state.num_input_tokens_seen)
 
     def fire(self, event: str, **more: Any) -> None:
         """Call every callback's `event`."""
@@ -81,7 +91,7 @@ class Events(Callback):
         self._first = run.first_step
         self._tell(run.first_step - 1)
         self.state.max_steps = run.max_steps * self._passes
-        self.state.logging_steps, self.state.eval_steps = self.args.logging_steps, self._run.eval_every
+        self.state.logging_steps, self.state.eval_steps = self.args.logging_steps, self._run.evaluation.every
         self.state.save_steps = self._run.save_every
         self.state.num_train_epochs = math.ceil(self._run.prompts_per_step * run.max_steps / max(1, self._rows()))
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -117,6 +127,7 @@ class Events(Callback):
         if evaluated:
             assert self._run is not None
             self.evaluated(evaluated, len(self._run.eval_prompts), self.eval_prefix)
+            self._remember_best(step.number)
             self.evaluate_others()
         if step.number:
             self._due.save = self._due.save or self.control.should_save
@@ -124,8 +135,9 @@ class Events(Callback):
 
     def on_save(self, number: int, folder: Path) -> None:
         self.control.should_save = False
+        link = self.link(number * self._passes, folder)
         if self._run is not None and self._run.best is not None and self._run.best[1] == number:
-            self.state.best_model_checkpoint = str(folder)
+            self.state.best_model_checkpoint = str(link)
         self.fire("on_save")
 
     def on_end(self, summary: Mapping[str, float]) -> None:
@@ -149,18 +161,20 @@ class Events(Callback):
     # ----
 
     def evaluated(self, found: Mapping[str, float], prompts: int, prefix: str = "eval") -> dict[str, float]:
-        """Log an evaluation in TRL's words, remember the best one, tell the callbacks, and return it."""
-        size = self.args.per_device_eval_batch_size
-        metrics = evaluation_metrics(found, prompts=prompts, batch=size, tokens=self.tokens, prefix=prefix)
+        """Log an evaluation in TRL's words, tell the callbacks, and return it."""
+        size, loss = self.args.per_device_eval_batch_size, getattr(self.args, "loss_type", None)
+        metrics = evaluation_metrics(found, loss, prompts=prompts, batch=size, tokens=self.tokens, prefix=prefix)
+        metrics["epoch"] = self.state.epoch
         self.log(metrics)
         self.control.should_evaluate = False
         self.fire("on_evaluate", metrics=dict(metrics))
-        name = self.args.metric_for_best_model or "eval_reward"
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-        best, more_is_better = self.state.best_metric, self.args.greater_is_better is not False
-        if value is not None and (best is None or (value > best if more_is_better else value < best)):
-            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
         return metrics
+
+    def _remember_best(self, number: int) -> None:
+        """Note the best evaluation; callbacks that hear of one compare it with the best before."""
+        best = self._run.best if self._run is not None else None
+        if best is not None and best[1] == number and self.args.metric_for_best_model is not None:
+            self.state.best_metric, self.state.best_global_step = best[0], self.state.global_step
 
     def _log_window(self) -> None:
         names = dict.fromkeys(name for metrics in self._window for name in metrics)

@@ -51,13 +51,17 @@ def rows_of(dataset: Any, name: str, most: int | None = None) -> list[dict[str, 
     return check_rows(kept, answer_column=None, source=name)
 
 
-def eval_parts(dataset: Any) -> dict[str, Any]:
-    """Return the data sets to evaluate on by the prefix of their metrics; several come in a dict by name, as in TRL."""
-    if dataset is None:
-        return {}
+def eval_parts(dataset: Any, best_metric: str | None = None) -> tuple[dict[str, Any], str]:
+    """Return the data sets to evaluate on by the prefix of their metrics; several come in a dict by name, as in TRL.
+
+    First comes the one that `best_metric` is of, which is returned without its prefix; None is the first one's reward.
+    """
+    metric = (best_metric or "reward").removeprefix("eval_")
     if not isinstance(dataset, Mapping):
-        return {"eval": dataset}
-    return {f"eval_{name}": part for name, part in dataset.items()}
+        return {} if dataset is None else {"eval": dataset}, metric
+    names = sorted(dataset, key=lambda name: not metric.startswith(f"{name}_"))
+    bare = metric.removeprefix(f"{names[0]}_") if names else metric
+    return {f"eval_{name}": dataset[name] for name in names}, bare
 
 
 def size_of(dataset: Any) -> int | None:

@@ -10,6 +10,7 @@ from grpo_toolbox.config.fields import METRIC_MAP
 from grpo_toolbox.types import Step
 
 _CLIP = "clip_ratio/"
+_CISPO = "cispo_clip_ratio"
 
 
 def logged_metrics(step: Step, loss_type: str | None) -> dict[str, float]:
@@ -25,22 +26,42 @@ def logged_metrics(step: Step, loss_type: str | None) -> dict[str, float]:
 
 
 def evaluation_metrics(
-    metrics: Mapping[str, float], *, prompts: int, batch: int, tokens: float, prefix: str = "eval"
+    metrics: Mapping[str, float],
+    loss_type: str | None,
+    *,
+    prompts: int,
+    batch: int,
+    tokens: float,
+    prefix: str = "eval",
 ) -> dict[str, float]:
     """Return what an evaluation of `prompts` said under TRL's names; `batch` is what TRL takes for one of its steps.
 
-    `tokens` are those that training has seen, in TRL's log, too. Without a loss of its own: completions are scored.
+    `tokens` are those that training has seen, in TRL's log, too.
     """
-    found = {METRIC_MAP.get(name, name.replace("eval/", "eval_")): value for name, value in metrics.items()}
-    seconds = found["eval_runtime"]
-    found["eval_samples_per_second"] = prompts / seconds
-    found["eval_steps_per_second"] = math.ceil(prompts / batch) / seconds
-    found["eval_num_tokens"] = tokens
-    return {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in found.items()}
+    found = {_bare(name): value for name, value in metrics.items()}
+    found = found if loss_type in (*CLIPPED, None) else _with_own_clip(found, loss_type)
+    seconds = found["runtime"]
+    found["samples_per_second"] = prompts / seconds
+    found["steps_per_second"] = math.ceil(prompts / batch) / seconds
+    found["num_tokens"] = tokens
+    return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def own_name(metric: str) -> str:
+    """Return our name of what TRL calls `metric` in an evaluation, with its `eval_` or without."""
+    bare = metric.removeprefix("eval_")
+    own = {_bare(f"eval/{name.removeprefix('eval/')}"): name.removeprefix("eval/") for name in METRIC_MAP}
+    return f"eval/{own.get(bare, {_CISPO: 'clip_fraction/high'}.get(bare, bare))}"
+
+
+def _bare(name: str) -> str:
+    """Return TRL's name, without its `eval_`, of a metric of an evaluation."""
+    inner = name.removeprefix("eval/")
+    return METRIC_MAP.get(name, METRIC_MAP.get(inner, inner)).removeprefix("eval_")
 
 
 def _with_own_clip(found: Mapping[str, float], loss_type: str | None) -> dict[str, float]:
     """Leave out the clip of the ratio, which the loss does not have; CISPO caps weights above."""
     kept = {name: value for name, value in found.items() if not name.startswith(_CLIP)}
     capped = found.get(f"{_CLIP}high_mean")
-    return kept if loss_type != "cispo" or capped is None else kept | {"cispo_clip_ratio": capped}
+    return kept if loss_type != "cispo" or capped is None else kept | {_CISPO: capped}

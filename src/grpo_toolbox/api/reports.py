@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class TrainOutput(NamedTuple):
+    """What `train` returns, as transformers' does."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
 
 
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:

@@ -6,14 +6,15 @@ import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_toolbox.api.card import model_card, push_folder
 from grpo_toolbox.api.circumstances import OneProcess, refuse_later, refuse_processes, refuse_unknown, without_bars
 from grpo_toolbox.api.configs import GRPOConfig, RLOOConfig
 from grpo_toolbox.api.events import Events, made_callback
-from grpo_toolbox.api.folders import claimed, free_folder, resumed_from
+from grpo_toolbox.api.folders import claimed, drop_links, free_folder, link_checkpoint, resumed_from
 from grpo_toolbox.api.given import (
     checkpoint_model,
     described_reward,
@@ -23,8 +24,9 @@ from grpo_toolbox.api.given import (
     rows_of,
     size_of,
 )
+from grpo_toolbox.api.metrics import own_name
 from grpo_toolbox.api.optimizers import Schedule, given_optimizer
-from grpo_toolbox.api.reports import metrics_table, write_metrics
+from grpo_toolbox.api.reports import TrainOutput, metrics_table, write_metrics
 from grpo_toolbox.api.translate import translate
 from grpo_toolbox.api.translate_model import four_bit_keys
 from grpo_toolbox.callbacks import build_callbacks
@@ -36,20 +38,14 @@ from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.interrupts import GracefulStop, Interrupted
 from grpo_toolbox.models.load import save_pretrained
-from grpo_toolbox.rewards import TrainerState as RewardState
 from grpo_toolbox.run import Run
 from grpo_toolbox.trainer import restore, train
 from grpo_toolbox.types import RunInfo
 
 log = logging.getLogger(__name__)
 
-
-class TrainOutput(NamedTuple):
-    """What `train` returns, as transformers' does."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, float]
+STATE_FILE = "trainer_state.json"
+"""transformers' name of what `trainer.state` is written into."""
 
 
 class GRPOTrainer:
@@ -108,12 +104,13 @@ class GRPOTrainer:
         reward = reward_of(reward_funcs, self.args.reward_weights, reward_processing_classes, self.args.overrides)
         keys = {"model.path": path, "reward": described_reward(reward), **four_bit_keys(quantization_config)}
         size = size_of(train_dataset)
-        config, plain, pace, notes = translate(self.args, model=keys, rows=size, evaluates=eval_dataset is not None)
+        self._eval_parts, best = eval_parts(eval_dataset, self.args.metric_for_best_model)
+        keys |= {"trainer.best_metric": own_name(best)}
+        config, plain, pace, notes = translate(self.args, model=keys, rows=size, evaluates=bool(self._eval_parts))
         for note in notes:
             log.warning("%s: %s", type(self).__name__, note)
         most = None if size is not None else config.trainer.max_steps * config.rollout.prompts_per_step
         rows = rows_of(train_dataset, "train_dataset", most)
-        self._eval_parts = eval_parts(eval_dataset)
         first, *others = self._eval_parts or ["eval"]
         eval_rows = rows_of(self._eval_parts[first], "eval_dataset") if self._eval_parts else []
         check_size(config.rollout, len(rows))
@@ -140,8 +137,14 @@ class GRPOTrainer:
         run = build_run(self._config, inputs, info)
         _, self.processing_class = described(self._config.model, self._given)
         self._events.attach(run, self.processing_class)
+        run.export = partial(self._export, run.export)
         self.lr_scheduler = schedule or Schedule.of(run)
         return run
+
+    def _export(self, model_files: Callable[[Path], None], folder: Path) -> None:
+        """Write what a checkpoint has beside the state of a run: the model, and the history so far."""
+        model_files(folder)
+        self.state.save_to_json(str(folder / STATE_FILE))
 
     # ---- what scripts read
 
@@ -202,8 +205,10 @@ class GRPOTrainer:
         if self._run.finished:
             self._given = dataclasses.replace(self._given, model=self._run.policy, adapter=None)
             self._run = self._built()
-        checkpoint = resumed_from(resume_from_checkpoint, str(self._config.run_dir))
-        run_dir = checkpoint.parents[1] if checkpoint else free_folder(Path(str(self._config.run_dir)))
+        output_dir = Path(str(self._config.run_dir)).expanduser()
+        checkpoint = resumed_from(resume_from_checkpoint, str(output_dir))
+        run_dir = checkpoint.parents[1] if checkpoint else free_folder(output_dir)
+        self._events.link = partial(link_checkpoint, output_dir)
         config = dataclasses.replace(self._config, run_dir=str(run_dir))
         with (
             GracefulStop(),
@@ -214,6 +219,9 @@ class GRPOTrainer:
             if checkpoint is not None:
                 restore(self._run, load_checkpoint(checkpoint, map_location="cpu"))
                 self._run.engine.sync(info.first_step - 1)
+                self._events.restore(checkpoint / "model" / STATE_FILE)
+            else:
+                drop_links(output_dir)
             summary = train(self._run)
         if summary["interrupted"]:
             raise Interrupted(signal.Signals(int(summary["interrupted"])))
@@ -233,10 +241,11 @@ class GRPOTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate the policy as it is now on one completion per prompt; several data sets by name in a dict.
+        """Evaluate the policy as it is now, as training would sample and score it; several data sets by name in a dict.
 
-        Returns and logs `eval_reward`, `eval_reward_std`, `eval_pass@1`, `eval_rewards/<name>/mean`, lengths and times;
-        no loss is computed, so there is no `eval_loss`.
+        Takes `num_generations_eval` completions for each prompt. Returns and logs TRL's names: `eval_reward`,
+        `eval_loss`, `eval_entropy`, `eval_kl` with a beta, clipping, lengths, times; and `eval_pass@1`. All are over
+        the whole evaluation, where TRL's are means over batches of `per_device_eval_batch_size`.
         """
         if eval_dataset is None and len(self._eval_parts) > 1:
             eval_dataset = {name.removeprefix("eval_"): part for name, part in self._eval_parts.items()}
@@ -253,10 +262,7 @@ class GRPOTrainer:
             prompts = encoded(self._config, rows, self.processing_class, run.policy.config)
         if not prompts:
             raise ConfigError("evaluate() has no data: pass eval_dataset here or to the trainer.")
-        settled = run.reward.settled(run.info.max_steps)
-        state = RewardState(run.finished + 1, run.info.max_steps, evaluating=True)
-        found = evaluate(run.engine, settled, prompts, run.eval_sampling, state, run.error_budget)
-        return self._events.evaluated(found, len(prompts), metric_key_prefix)
+        return self._events.evaluated(evaluate(run, prompts), len(prompts), metric_key_prefix)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and show it to the callbacks."""
@@ -298,7 +304,7 @@ class GRPOTrainer:
     def save_state(self) -> None:
         """Write `trainer_state.json` into output_dir; checkpoints have all that resuming needs."""
         Path(str(self._config.run_dir)).mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(Path(str(self._config.run_dir)) / "trainer_state.json"))
+        self.state.save_to_json(str(Path(str(self._config.run_dir)) / STATE_FILE))
 
     def create_model_card(
         self,
@@ -309,7 +315,7 @@ class GRPOTrainer:
         """Write README.md, the model card, into output_dir."""
         folder = Path(str(self._config.run_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        self._write_card(folder, model_name, dataset_name, tags)
+        self._write_card(folder, model_name=model_name, dataset_name=dataset_name, tags=tags)
 
     def push_to_hub(
         self,
@@ -336,18 +342,13 @@ class GRPOTrainer:
             blocking=blocking,
         )
 
-    def _write_card(
-        self,
-        folder: Path,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | Sequence[str] | None = None,
-    ) -> None:
+    def _write_card(self, folder: Path, **given: Any) -> None:
+        tags = given.get("tags")
         card = model_card(
             self.config_class.algorithm,
-            name=model_name or self._config.name,
+            name=given.get("model_name") or self._config.name,
             base=self._config.model.path,
-            dataset=dataset_name,
+            dataset=given.get("dataset_name"),
             tags=[tags] if isinstance(tags, str) else list(tags or ()),
             metrics=[entry for entry in self.state.log_history if "reward" in entry],
             settings=self.args.changed(),

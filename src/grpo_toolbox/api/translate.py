@@ -161,17 +161,20 @@ def _rhythm(args: Arguments, pace: Pace, evaluates: bool) -> dict[str, Any]:
     _check_choice("save_strategy", saving, ("no", "steps", "epoch", "best"))
     if evaluating != "no" and not evaluates:
         raise ConfigError(f"eval_strategy={evaluating!r} has nothing to evaluate on: pass eval_dataset to the trainer.")
-    best = _of(args, "metric_for_best_model")
-    if _of(args, "load_best_model_at_end") and (evaluating == "no" or best not in ("reward", "eval_reward")):
+    if _of(args, "load_best_model_at_end") and "no" in (evaluating, saving):
         raise ConfigError(
-            f"load_best_model_at_end with eval_strategy={evaluating!r} and metric_for_best_model={best!r}: the best "
-            "model is that of the highest eval_reward, so set eval_strategy and leave the metric out."
+            f"load_best_model_at_end with eval_strategy={evaluating!r} and save_strategy={saving!r}: the best model is "
+            "one that was evaluated and saved, so set both to steps or epoch."
         )
     every = {"no": 0, "epoch": pace.own(pace.per_epoch)}
     eval_steps = _of(args, "eval_steps") or _of(args, "logging_steps")
     return {
         "trainer.eval_every": every.get(evaluating, _steps(eval_steps, pace)),
-        "trainer.eval_temperature": _of(args, "temperature"),
+        "trainer.eval_at_start": bool(_of(args, "eval_on_start")),
+        "trainer.eval_completions": _of(args, "num_generations_eval") or _of(args, "num_generations"),
+        "trainer.eval_temperature": None,
+        "trainer.eval_loss": True,
+        "trainer.best_is": "lowest" if _of(args, "greater_is_better") is False else "highest",
         "trainer.save_every": {**every, "best": NEVER}.get(saving, _steps(_of(args, "save_steps"), pace)),
         "trainer.precision": {None: "auto", True: "bfloat16", False: "float32"}[_of(args, "bf16")],
         "trainer.device": "cpu" if _of(args, "use_cpu") else "auto",

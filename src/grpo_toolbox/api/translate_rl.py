@@ -51,6 +51,11 @@ def objective_keys(args: Any, notes: list[str]) -> dict[str, Any]:
         own["entropy_target"] = args.entropy_target
     if args.beta == 0:
         own["kl_unbiased"] = False
+    elif args.use_bias_correction_kl and args.importance_sampling_level == "sequence":
+        notes.append(
+            "importance_sampling_level='sequence' with use_bias_correction_kl=True: the KL of a token is multiplied by "
+            "that token's ratio, which alone makes its gradient the KL's (DeepSeek-V3.2). TRL takes the sequence's."
+        )
     return _under("objective", own)
 
 

@@ -39,11 +39,11 @@ from grpo_toolbox.models.packing import packing_refusal
 from grpo_toolbox.models.reference import Reference, check_mix, make_reference
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.rewards import Divergence, Reward
-from grpo_toolbox.run import Run, UpdateSettings
+from grpo_toolbox.run import EvaluationSettings, Run, UpdateSettings
 from grpo_toolbox.source import Background, Synchronous
 from grpo_toolbox.surrogates import OBJECTIVES
 from grpo_toolbox.trainer import restore
-from grpo_toolbox.types import Prompt, RunInfo
+from grpo_toolbox.types import Prompt, RunInfo, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ def build_run(config: RunConfig, inputs: Inputs, info: RunInfo) -> Run:
         prompts_per_step=config.rollout.prompts_per_step,
         generation=generation_settings(config, engine, drawn, model, device),
         settings=_update_settings(trainer, device, packs, parts.router_aux_coef),
-        eval_sampling=dataclasses.replace(drawn, temperature=trainer.eval_temperature, min_new_tokens=0),
-        eval_every=trainer.eval_every if parts.eval_prompts else 0,
+        evaluation=_evaluation(trainer, drawn, parts),
         save_every=trainer.save_every,
         keep_checkpoints=trainer.keep_checkpoints,
         device=device,
@@ -278,6 +277,20 @@ def _update_settings(
         skip_zero_advantage=trainer.skip_zero_advantage,
         router_aux_coef=router_aux_coef,
         autocast=autocast_dtype(trainer, device),
+    )
+
+
+def _evaluation(trainer: TrainerConfig, drawn: Sampling, parts: Parts) -> EvaluationSettings:
+    asked = trainer.eval_temperature
+    own = drawn if asked is None else dataclasses.replace(drawn, temperature=asked, min_new_tokens=0)
+    return EvaluationSettings(
+        sampling=own,
+        completions=trainer.eval_completions,
+        with_loss=trainer.eval_loss,
+        every=trainer.eval_every if parts.eval_prompts else 0,
+        at_start=trainer.eval_at_start,
+        best_metric=trainer.best_metric,
+        best_is_lowest=trainer.best_is == "lowest",
     )
 
 

@@ -26,6 +26,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "trainer.schedule": tuple(SCHEDULES),
     "trainer.optimizer": ("adamw", "adamw_8bit"),
     "trainer.precision": ("auto", "float32", "bfloat16"),
+    "trainer.best_is": ("highest", "lowest"),
     "model.loader": ("transformers", "unsloth"),
     "model.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.on_long": ("error", "drop"),
@@ -53,6 +54,7 @@ AT_LEAST_ONE = (
     "trainer.ppo_epochs",
     "trainer.micro_batch_tokens",
     "trainer.keep_checkpoints",
+    "trainer.eval_completions",
 )
 NOT_NEGATIVE = (
     "rollout.min_new_tokens",
@@ -97,7 +99,7 @@ def check_config(config: RunConfig) -> None:
             raise ConfigError(f"{key}={_get(config, key)} must be at least 1.")
     for key in NOT_NEGATIVE:
         value = _get(config, key)
-        if not 0 <= value < math.inf:
+        if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"{key}={value} must be a finite number of at least 0.")
     for key in ABOVE_ZERO:
         if not 0 < _get(config, key) < math.inf:
@@ -134,9 +136,19 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"trainer.reference_mix={config.trainer.reference_mix} must be in (0, 1]; 1 is a reset.")
     if config.critic.clip is not None and not config.critic.clip > 0:
         raise ConfigError(f"critic.clip={config.critic.clip} must be above 0; null never clips.")
-    if config.trainer.eval_every and not _has_eval_data(config):
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    trainer, drawn = config.trainer, config.rollout.temperature
+    if trainer.eval_loss and trainer.eval_temperature not in (None, drawn):
         raise ConfigError(
-            f"trainer.eval_every={config.trainer.eval_every} has nothing to evaluate on: set data.eval_size, "
+            f"trainer.eval_loss=true is the loss of training, on completions drawn at rollout.temperature={drawn}, and "
+            f"trainer.eval_temperature={trainer.eval_temperature}: set it to null."
+        )
+    if trainer.eval_every and not _has_eval_data(config):
+        raise ConfigError(
+            f"trainer.eval_every={trainer.eval_every} has nothing to evaluate on: set data.eval_size, "
             "data.eval_path or data.eval_split, or trainer.eval_every=0."
         )
 

@@ -65,7 +65,6 @@ METRIC_NOTES: Mapping[str, str] = {
     "sampler/ratio_mean": "of tokens, before the correction bounds it",
     "sampler/ratio_max": "of tokens, before the correction bounds it",
     "time/step": "with the optimizer's move; TRL's is without",
-    "eval/reward": "one completion per prompt; no loss, entropy or clip is computed in an evaluation",
 }
 """Where a number is not TRL's to the last digit, and why."""
 

@@ -38,7 +38,7 @@ RL_FIELDS: tuple[Field, ...] = (
     ),
     direct("cast_lm_head_to_fp32", bool, False, "model.fp32_head", algorithms=GRPO),
     direct("num_generations", int, 8, "rollout.group_size", rloo_default=2),
-    accepted("num_generations_eval", int | None, None, "an evaluation takes one completion per prompt"),
+    joint("num_generations_eval", int | None, None, "trainer.eval_completions", "None: num_generations"),
     direct("max_completion_length", int | None, 512, "rollout.max_new_tokens"),
     accepted("ds3_gather_for_generation", bool, True, "there is no ZeRO-3"),
     direct("shuffle_dataset", bool | None, True, "data.shuffle", ours=lambda on: on is not False),

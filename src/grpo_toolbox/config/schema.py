@@ -335,8 +335,18 @@ class TrainerConfig:
     """auto (a GPU where there is one), cpu, cuda, cuda:1, mps."""
     eval_every: int = 0
     """Steps between evaluations; 0 never evaluates."""
-    eval_temperature: float = 0.0
-    """0 evaluates the likeliest completion."""
+    eval_at_start: bool = True
+    """Whether there is an evaluation before the first step."""
+    eval_completions: int = 1
+    """Completions for each prompt of an evaluation."""
+    eval_temperature: float | None = 0.0
+    """0 evaluates the likeliest completion; null draws as in training."""
+    eval_loss: bool = False
+    """Whether an evaluation computes the training loss and its terms (entropy, KL, clipping), too."""
+    best_metric: str = "eval/reward"
+    """Of evaluations: which one says what the best checkpoint is."""
+    best_is: str = "highest"
+    """highest, or lowest."""
     save_every: int = 0
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = 2

@@ -74,8 +74,7 @@ def check_penalty(run: Run, sample: Sample) -> Finding:
         lengths = [len(one.ids) for one in sample.rollouts]
         said = [tuple(row[:length].tolist()) for row, length in zip(policy, lengths, strict=True)]
         rollouts = [replace(one, logps=logps) for one, logps in zip(sample.rollouts, said, strict=True)]
-        group_size = sample.advantages.shape[1]
-        penalty = reward_penalty(replace(run, group_size=group_size), rollouts)
+        penalty = reward_penalty(run, rollouts, sample.advantages.shape[1])
         by_hand = KL[objective.kl](policy, reference_logps(run, sample.batch, plain_logps))
     assert penalty is not None
     flat = penalty.flatten(0, 1)
