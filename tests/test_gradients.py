@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -122,3 +123,30 @@ def test_gradients_laid_out_stand_in_one_block_per_precision_and_are_added_to():
     assert [float(one.grad.sum()) for one in (first, second, turned, half)] == [12, 60, 30, 28]
     assert first.grad.untyped_storage().data_ptr() == storage.data_ptr()
     assert turned.grad.stride() == turned.stride()
+
+
+def test_each_thread_says_for_itself_whether_they_are_added_directly():
+    """Two that train at once end in any order, and a third wants its gradients handed out."""
+    weight = nn.Parameter(torch.ones(2))
+    first, second = in_place(), in_place()
+    first.__enter__()
+    with ThreadPoolExecutor(1) as other:
+        assert not other.submit(goes_in_place, weight).result()
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert not goes_in_place(weight)
+        assert other.submit(goes_in_place, weight).result()
+        other.submit(second.__exit__, None, None, None).result()
+        assert not other.submit(goes_in_place, weight).result()
+    assert not goes_in_place(weight)
+
+
+def test_the_head_s_are_where_its_forward_pass_said():
+    """On an accelerator a backward pass runs in a thread of its own; here the block has ended by then."""
+    model = build("llama", vocab_size=300)
+    with in_place():
+        total = loss(model, a_batch())
+    total.backward()
+    ours = model.lm_head.weight.grad.clone()
+    (handed_out,) = torch.autograd.grad(loss(model, a_batch()), model.lm_head.weight)
+    torch.testing.assert_close(ours, handed_out, atol=2e-4, rtol=1e-4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -17,8 +18,11 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from grpo_toolbox.batch import Batch, collate
+from grpo_toolbox.engines.local import LocalEngine
+from grpo_toolbox.models.forward import completion_logps
 from grpo_toolbox.models.load import Reference, adopt_model
 from grpo_toolbox.models.packing import packing_refusal
+from grpo_toolbox.models.snapshot import own_copy
 from grpo_toolbox.objectives import Objective, build_objective
 from grpo_toolbox.run import Run, UpdateSettings
 from grpo_toolbox.surrogates import clipped
@@ -75,15 +79,15 @@ ENTROPY = build_objective(clipped, loss_agg="token_mean", clip_eps_high=0.28, en
 PLAIN = build_objective(clipped)
 
 
-def a_batch() -> Batch:
+def a_batch(prompts: Sequence[int] = PROMPTS, lengths: Sequence[Sequence[int]] = LENGTHS) -> Batch:
     """Two rows have no advantage, one of a group's equal ones among them."""
     rollouts = [
         Rollout(prompt, text_ids(length, 5 if length == 21 else 3 * length + row), (-1.0,) * length, "length", "")
-        for prompt, group in zip(make_prompts(*PROMPTS), LENGTHS, strict=True)
+        for prompt, group in zip(make_prompts(*prompts), lengths, strict=True)
         for row, length in enumerate(group)
     ]
-    advantages = torch.linspace(-1, 1.7, len(rollouts)).reshape(len(LENGTHS), -1)
-    advantages[0, 1] = advantages[2, 1] = 0.0
+    advantages = torch.linspace(-1, 1.7, len(rollouts)).reshape(len(lengths), -1)
+    advantages[0, 1] = advantages[-1, 1] = 0.0
     return collate(rollouts, advantages)
 
 
@@ -105,22 +109,28 @@ def policy(name: str, lora: Options | None, checkpointing: bool) -> Any:
 
 def moved(model: nn.Module, objective: Objective, **settings: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """By how much one `update` with plain gradient descent moves each trained parameter, and its metrics."""
+    run = a_run(model, objective, **settings)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     before = {name: value.detach().clone() for name, value in trained.items()}
+    metrics = update(run, a_batch(), 1)
+    return {name: value.detach() - before[name] for name, value in trained.items()}, metrics
+
+
+def a_run(model: nn.Module, objective: Objective, **settings: Any) -> Run:
+    """A run with nothing in it but what an update needs."""
+    trained = [value for value in model.parameters() if value.requires_grad]
     used = {
         "policy": model,
         "reference": Reference(model) if objective.beta else None,
         "objective": objective,
-        "optimizer": torch.optim.SGD(trained.values(), lr=0.0),
+        "optimizer": torch.optim.SGD(trained, lr=0.0),
         "lr_at": lambda step: 0.02,
         "sampling": Sampling(max_new_tokens=40, temperature=0.8),
         "group_size": len(LENGTHS[0]),
         "settings": UpdateSettings(max_grad_norm=math.inf, **settings),
     }
     defaults = {one.name for one in fields(Run) if one.default is not MISSING or one.default_factory is not MISSING}
-    run = Run(**used, **dict.fromkeys({one.name for one in fields(Run)} - defaults - set(used)))
-    metrics = update(run, a_batch(), 1)
-    return {name: value.detach() - before[name] for name, value in trained.items()}, metrics
+    return Run(**used, **dict.fromkeys({one.name for one in fields(Run)} - defaults - set(used)))
 
 
 def assert_the_plain_step(name: str, way: str, objectives: Sequence[Objective]) -> None:
@@ -161,6 +171,96 @@ def test_mlps_of_one_class_may_have_different_activations():
 def test_biases_alone_may_be_trained():
     """In the first layer neither input nor weight ask for a gradient then."""
     assert_the_plain_step("qwen2", "with LoRA and all biases", [KL])
+
+
+# ---- one after another, and at once ----------------------------------------------------------------------------------
+
+SHAPES: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [
+    (PROMPTS, LENGTHS),
+    ((90,), ((1, 1, 0, 1),)),  # nothing behind the prompt is forwarded
+    ((3, 5), ((50, 2, 3, 4), (9, 9, 30, 1))),
+    ((4,), ((6,),)),
+]
+
+
+def weights_after(model: Any, run: Run, shapes: Sequence[Any]) -> Tensor:
+    for number, shape in enumerate(shapes, start=1):
+        rollouts = a_batch(*shape) if len(shape[1][0]) > 1 else one_row(*shape)
+        update(run, rollouts, number)
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def one_row(prompts: Sequence[int], lengths: Sequence[Sequence[int]]) -> Batch:
+    """A group of one completion, as its advantage might be without a baseline."""
+    (prompt,), (length,) = make_prompts(*prompts), lengths[0]
+    return collate([Rollout(prompt, text_ids(length), (-1.0,) * length, "stop", "")], torch.ones(1, 1))
+
+
+def assert_same_weights(model: Any, run: Run, shapes: Sequence[Any]) -> None:
+    plain = policy("llama", None, False)
+    padded = a_run(plain, PLAIN, packed=False, skip_zero_advantage=False, micro_batch_tokens=10**6)
+    start = torch.cat([one.detach().flatten() for one in plain.parameters()])
+    ours, theirs = weights_after(model, run, shapes) - start, weights_after(plain, padded, shapes) - start
+    assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+
+
+def test_steps_of_different_shapes_one_after_another():
+    """What one step has kept or put aside must not be what the next reads."""
+    model = policy("llama", None, False)
+    assert_same_weights(model, a_run(model, PLAIN, micro_batch_tokens=70), SHAPES)
+
+
+def test_a_step_that_broke_off_in_its_backward_pass_leaves_nothing_behind():
+    model = policy("llama", None, False)
+    run = a_run(model, PLAIN, micro_batch_tokens=70)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("in the middle")
+
+    broken = model.model.layers[0].register_full_backward_hook(fail)
+    with pytest.raises(KeyError, match="in the middle"):
+        update(run, a_batch(), 1)
+    broken.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert_same_weights(model, run, SHAPES[:1])
+
+
+def test_rollouts_may_be_drawn_between_a_forward_pass_and_its_backward_pass():
+    """They run the same modules, on copies of the weights, without gradients."""
+    model, found = policy("llama", None, True), []
+    for between in (False, True):
+        model.train().zero_grad()
+        logps, _ = completion_logps(model, a_batch(), temperature=1.0, packed=True)
+        if between:
+            engine = LocalEngine(model, decode=lambda ids, _: "", stop_ids=(1,))
+            assert len(engine.generate(make_prompts(9, 3), 2, Sampling(20))) == 4
+        logps.sum().backward()
+        found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+    assert torch.equal(*found)
+
+
+def test_two_models_may_be_trained_at_once_beside_an_engine():
+    """Each in a thread of its own: what is switched while one runs is not switched for the others."""
+    names = ("llama", "qwen3")
+    alone = [moved(policy(name, None, False), KL, micro_batch_tokens=60)[0] for name in names]
+    models = [[policy(name, None, False) for _ in range(2)] for name in names]
+    sampled = own_copy(models[0][0])
+    engine = LocalEngine(sampled, decode=lambda ids, _: "", stop_ids=(1,))
+    with ThreadPoolExecutor(3) as threads:
+        drawn = threads.submit(lambda: [engine.generate(make_prompts(20, 3), 4, Sampling(20)) for _ in range(3)])
+        steps = [
+            threads.submit(lambda own: [moved(one, KL, micro_batch_tokens=60)[0] for one in own], own) for own in models
+        ]
+        for expected, changes in zip(alone, steps, strict=True):
+            for change in changes.result():
+                for place in expected:
+                    torch.testing.assert_close(change[place], expected[place], atol=1e-7, rtol=1e-4)
+        first, *others = ([one.ids for one in rollouts] for rollouts in drawn.result())
+    assert all(other == first for other in others)
+
+
+# ---- every kind and every way ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ three passes over it; for an embedding that the output head shares it is a table
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +38,10 @@ def lay_out(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = part[: parameter.numel()].view_as(parameter)
 
 
-@dataclass
-class _Mode:
-    in_place: bool = False
+class _Mode(threading.local):
+    """Of this thread: another may be training a model of its own, or want its gradients handed out."""
+
+    in_place = False
 
 
 _MODE = _Mode()
@@ -81,11 +82,16 @@ def product(weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     """Return left · right as the gradient of `weight`, or add it to `weight.grad` and return None."""
     if not goes_in_place(weight):
         return left @ right
+    add_product(weight, left, right)
+    return None
+
+
+def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left · right to `weight.grad`."""
     if weight.grad is None:
         weight.grad = left @ right
     else:
         weight.grad.addmm_(left, right)
-    return None
 
 
 def looked_up(table: nn.Embedding, ids: Tensor) -> Tensor:

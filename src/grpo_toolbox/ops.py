@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_toolbox.gradients import goes_in_place, product
+from grpo_toolbox.gradients import add_product, goes_in_place
 from grpo_toolbox.onednn import multiply, suits
 
 MAX_LOG_RATIO = 20.0
@@ -79,6 +79,7 @@ class _HeadLogps(torch.autograd.Function):
                 probs = None
         ctx.save_for_backward(hidden, weight, labels, entropy, normalisers, expected, *kept)
         ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.in_place = wants_weight and goes_in_place(weight)  # an accelerator's backward pass has a thread of its own
         return logps, entropy
 
     @staticmethod
@@ -91,7 +92,6 @@ class _HeadLogps(torch.autograd.Function):
             return (weight[labels] - expected) * (grad_logps / ctx.temperature)[:, None], None, None, None, None
         grad_hidden = torch.empty_like(hidden)
         grad_weight: Tensor | None = None
-        in_place = ctx.needs_input_grad[1] and goes_in_place(weight)
         logits = grad = None
         for index, part in enumerate(_chunks(len(hidden), ctx.chunk)):
             if index < len(kept):
@@ -106,11 +106,11 @@ class _HeadLogps(torch.autograd.Function):
                 grad -= probs * (log_probs + entropy[part, None]) * grad_entropy[part, None]
             down = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = _product(down, weight.T)
-            if in_place:
-                product(weight, down.T, hidden[part])
+            if ctx.in_place:
+                add_product(weight, down.T, hidden[part])
             elif ctx.needs_input_grad[1]:
                 grad_weight = _added_product(grad_weight, down.T, hidden[part])
-        if ctx.needs_input_grad[1] and not in_place:
+        if ctx.needs_input_grad[1] and not ctx.in_place:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
