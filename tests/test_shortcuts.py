@@ -240,6 +240,19 @@ def test_rollouts_may_be_drawn_between_a_forward_pass_and_its_backward_pass():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("tokens", [5, 20])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "LoRA"])
+def test_wide_models_are_sampled_as_they_are_trained(lora: Options | None, tokens: int):
+    """For few tokens through the layers of training, for many through copies of their weights."""
+    model = policy("llama", lora, False)
+    engine = LocalEngine(model, decode=lambda ids, _: "", stop_ids=(1,))
+    rollouts = engine.generate(make_prompts(9, 3), 4, Sampling(tokens, temperature=0.8))
+    with torch.no_grad():
+        logps, _ = completion_logps(model, collate(rollouts, torch.zeros(2, 4)), temperature=0.8, packed=False)
+    for row, one in enumerate(rollouts):
+        assert one.logps == pytest.approx(logps[row, : len(one.ids)].tolist(), abs=1e-4)
+
+
 def test_two_models_may_be_trained_at_once_beside_an_engine():
     """Each in a thread of its own: what is switched while one runs is not switched for the others."""
     names = ("llama", "qwen3")
