@@ -1,4 +1,7 @@
-"""The block-sparse kernel's mask is the packed layout's; its speed and gradients need a GPU (see models/flex.py)."""
+"""Other forms of the packed layout attend to the same: dense rows, and the block-sparse kernel's mask.
+
+The speed and gradients of the kernel need a GPU (see models/flex.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_toolbox.models import flex
 from grpo_toolbox.models.attention import packed_layout
+from grpo_toolbox.models.dense import dense_layout
 from grpo_toolbox.models.flex import flex_layout, flex_works, gap_to_gathered
 
 CPU = torch.device("cpu")
@@ -26,12 +30,14 @@ def test_it_attends_to_what_the_gathered_layout_attends_to(prompts, completions)
     total = sum(prompts) + sum(lengths)
     generator = torch.Generator().manual_seed(total)
     query, key, value = (torch.randn(1, heads, total, 16, generator=generator) for heads in (4, 2, 2))
-    flex = flex_layout(prompts, lengths, group, CPU, compiled=False)
     gathered = packed_layout(prompts, lengths, group, CPU)
-    torch.testing.assert_close(
-        flex.attend(0, query, key, value, 0.25), gathered.attend(0, query, key, value, 0.25), atol=2e-6, rtol=0
-    )
-    assert flex.span == gathered.span
+    expected = gathered.attend(0, query, key, value, 0.25)
+    for layout in (
+        flex_layout(prompts, lengths, group, CPU, compiled=False),
+        dense_layout(prompts, lengths, group, CPU),
+    ):
+        torch.testing.assert_close(layout.attend(0, query, key, value, 0.25), expected, atol=2e-6, rtol=0)
+        assert layout.span == gathered.span
 
 
 def test_a_processor_gathers():

@@ -32,6 +32,15 @@ from small_models import (
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, params=["dense rows", "views"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are short here: both forms of the packed layout are to say the same of them."""
+    if request.param == "views":
+        monkeypatch.setattr(forward, "_SHORT_GROUP", 0)
+
+
 LONGEST = 120
 """Prompt and completion of the long rows below: beyond the windows of 16, within those of 256."""
 
@@ -320,8 +329,8 @@ def test_a_run_that_cuts_nothing_and_packs_says_nothing(tmp_path, caplog):
 def test_a_packing_is_made_once_for_two_passes_and_large_ones_are_not_held(monkeypatch):
     """Masks grow with the square of the lengths: of those no more than the one of the pass at hand may stand."""
     model, made = shared("llama"), []
-    make = forward.packed_layout
-    monkeypatch.setattr(forward, "packed_layout", lambda *lengths: made.append(lengths) or make(*lengths))
+    make = forward._layout
+    monkeypatch.setattr(forward, "_layout", lambda *lengths: made.append(lengths) or make(*lengths))
     batch = batch_of(((1, 2), [(3, 4), (5,)]))
     first, _ = completion_logps(model, batch, temperature=1.0, packed=True)
     again, _ = completion_logps(model, batch, temperature=1.0, packed=True)

@@ -185,7 +185,7 @@ def completions_behind_the_next_prompt(patch: Patch, run: Run) -> None:
     def wrong(right: Any, prompts: Any, lengths: Any, group: list[int], device: Any, **options: Any) -> Any:
         return right(prompts, lengths, [(one + 1) % len(prompts) for one in group], device, **options)
 
-    wrap(patch, forward, "packed_layout", wrong)
+    wrap(patch, forward, "_layout", wrong)
 
 
 def padding_of_prompts_is_seen(patch: Patch, run: Run) -> None:
@@ -195,6 +195,7 @@ def padding_of_prompts_is_seen(patch: Patch, run: Run) -> None:
         mask[..., : layout.prompt_index.shape[1]] = True
         return replace(layout, mask=mask)
 
+    patch.setattr(forward, "_SHORT_GROUP", 0)
     wrap(patch, forward, "packed_layout", wrong)
 
 

@@ -57,6 +57,8 @@ class Batch:
 
     def select(self, rows: Sequence[int]) -> Batch:
         """Return only these rows (a micro-batch): unused prompts dropped, columns cut to their longest row."""
+        if list(rows) == list(range(len(self))):
+            return self
         index = torch.tensor(rows, dtype=torch.long)
         used = sorted({self.group[row] for row in rows})
         place = {old: new for new, old in enumerate(used)}

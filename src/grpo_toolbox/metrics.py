@@ -36,7 +36,7 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
     values = {
         "reward_mean": total.nanmean(),
         "reward_std": _std(total.flatten()),
-        "group_reward_std": torch.stack([_std(group) for group in total]).nanmean(),
+        "group_reward_std": _std(total).nanmean(),
         "frac_reward_zero_std": without_spread(total)[scored > 1].float().mean(),
         "pass_rate": pass_rate(scores),
         "duplicate_rate": torch.tensor(_duplicate_rate(rollouts, group_size)),
@@ -72,9 +72,11 @@ def component_metrics(scores: Scores) -> dict[str, float]:
 
 
 def _std(values: Tensor) -> Tensor:
-    """Sample standard deviation over the entries that are not NaN; NaN for fewer than two."""
-    kept = values[values.isfinite()].double()
-    return kept.std() if len(kept) > 1 else torch.tensor(float("nan"), dtype=torch.float64)
+    """Sample standard deviation over the entries (…, n) that are finite; NaN for fewer than two."""
+    finite = values.isfinite()
+    kept, count = values.double().where(finite, 0.0), finite.sum(dim=-1)
+    centred = (kept - (kept.sum(dim=-1) / count).unsqueeze(-1)).where(finite, 0.0)
+    return (centred.square().sum(dim=-1) / (count - 1)).sqrt().where(count > 1, torch.nan)
 
 
 def without_spread(total: Tensor) -> Tensor:

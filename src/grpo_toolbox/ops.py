@@ -19,6 +19,8 @@ MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before `exp`: e^20 ≈ 5e8 is far outside any trust region and still finite in float32."""
 MAX_KL_LOG_RATIO = 10.0
 """Where k3 goes on as its tangent: beyond it exp() only adds variance, and at 89 it overflows float32."""
+CHUNK, CHUNK_LOGITS = 128, 2**18
+"""Positions whose logits are made at a time, and how many logits at least."""
 KEPT_PROBABILITIES = 256 * 2**20
 """Bytes of a head's probabilities that may wait for backward instead of being computed again."""
 MIN_LOGP = -100.0
@@ -156,11 +158,13 @@ def head_logps_and_entropy(
     weight: Tensor,
     labels: Tensor,
     temperature: float = 1.0,
-    chunk: int = 128,
+    chunk: int | None = None,
     *,
     in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log π(label) and entropy (N,) of the language-model head `hidden · weightᵀ`, `chunk` positions at a time.
+
+    Without `chunk` that is 128, or more where the vocabulary is so small that they are few numbers.
 
     `hidden` (N, H), `weight` (V, H), `labels` (N,). Equal to `logps_and_entropy(hidden @ weight.T, …)`, gradients too.
     Logits are rounded to the precision of `hidden`, or of autocast, unless they are multiplied out `in_float32`.
@@ -173,6 +177,7 @@ def head_logps_and_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with torch.autocast(device, enabled=False):
+        chunk = chunk or max(CHUNK, CHUNK_LOGITS // len(weight))
         return _HeadLogps.apply(hidden, weight, labels, temperature, chunk)
 
 

@@ -97,6 +97,10 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     exact = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     size = probs.shape[1]
+    if size <= _BLOCK:
+        ends = probs.cumsum(dim=-1, dtype=exact)
+        token = _passing(ends, uniform.to(exact).to(probs.device).unsqueeze(1) * ends[:, -1:])
+        return token.squeeze(1).clamp(max=size - 1)
     whole = size - size % _BLOCK
     sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=exact)
     rest = probs[:, whole:].sum(dim=-1, dtype=exact, keepdim=True)

@@ -143,23 +143,23 @@ class PackedLayout:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (N, heads, D)
-        prompt_k, prompt_v = _padded(k, self.prompt_index), _padded(v, self.prompt_index)  # (U, kv, S, D)
-        prompts = grouped_attention(_padded(q, self.prompt_index), prompt_k, prompt_v, None, scaling)
-        parts = [_flat(prompts)[self.prompt_source]]
+        prompt_k, prompt_v = gathered(k, self.prompt_index), gathered(v, self.prompt_index)  # (U, kv, S, D)
+        prompts = grouped_attention(gathered(q, self.prompt_index), prompt_k, prompt_v, None, scaling)
+        parts = [flat(prompts)[self.prompt_source]]
         if self.completion_index.shape[1] > 0:
-            keys = torch.cat([prompt_k[self.group], _padded(k, self.completion_index)], dim=2)  # (B, kv, S + T, D)
-            values = torch.cat([prompt_v[self.group], _padded(v, self.completion_index)], dim=2)
-            rows = grouped_attention(_padded(q, self.completion_index), keys, values, self.mask, scaling)
-            parts.append(_flat(rows)[self.completion_source])
+            keys = torch.cat([prompt_k[self.group], gathered(k, self.completion_index)], dim=2)  # (B, kv, S + T, D)
+            values = torch.cat([prompt_v[self.group], gathered(v, self.completion_index)], dim=2)
+            rows = grouped_attention(gathered(q, self.completion_index), keys, values, self.mask, scaling)
+            parts.append(flat(rows)[self.completion_source])
         return torch.cat(parts).unsqueeze(0)  # as the sequence has them: prompts, then completions
 
 
-def _padded(states: Tensor, index: Tensor) -> Tensor:
+def gathered(states: Tensor, index: Tensor) -> Tensor:
     """(N, heads, D) gathered by (R, S) -> (R, heads, S, D)."""
     return states[index].transpose(1, 2)
 
 
-def _flat(states: Tensor) -> Tensor:
+def flat(states: Tensor) -> Tensor:
     """(R, heads, S, D) -> (R·S, heads, D)."""
     return states.transpose(1, 2).flatten(0, 1)
 

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from grpo_toolbox.batch import Batch
 from grpo_toolbox.gradients import goes_in_place, is_bare, looked_up
 from grpo_toolbox.models.attention import Layout, PackedLayout, layout_attention, packed_layout, same_attention_again
+from grpo_toolbox.models.dense import DenseLayout, dense_layout
 from grpo_toolbox.models.head import Float32Head
 from grpo_toolbox.models.linear import fast_linear, same_forwards_again
 from grpo_toolbox.models.shelf import Shelf
 from grpo_toolbox.ops import head_logps_and_entropy, logps_and_entropy
+
+_SHORT_GROUP = 64
+"""Tokens of a prompt and all its completions up to which one dense row per group takes less time than many views."""
 
 
 def completion_logps(
@@ -107,7 +111,8 @@ def _packing(batch: Batch) -> _Packing:
     packing = _PACKINGS.get(batch)
     if packing is None:
         packing = _pack(batch)
-        if not isinstance(packing.layout, PackedLayout) or packing.layout.mask.nbytes <= _WORTH_KEEPING:
+        layout = packing.layout
+        if not isinstance(layout, PackedLayout | DenseLayout) or layout.mask.nbytes <= _WORTH_KEEPING:
             _PACKINGS[batch] = packing
     return packing
 
@@ -173,7 +178,11 @@ def _layout(prompt_lengths: list[int], lengths: list[int], group: list[int], dev
 
         if flex_works(device, torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32):
             return flex_layout(prompt_lengths, lengths, group, device)
-    return packed_layout(prompt_lengths, lengths, group, device)
+    sizes = list(prompt_lengths)
+    for owner, length in zip(group, lengths, strict=True):
+        sizes[owner] += length
+    lay_out = dense_layout if max(sizes) <= _SHORT_GROUP else packed_layout
+    return lay_out(prompt_lengths, lengths, group, device)
 
 
 def decoder(model: Any) -> Any:
