@@ -68,7 +68,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "shuffle_dataset": (False, {}, {"data.shuffle": False}),
     "generation_batch_size": (32, {}, {"rollout.steps_per_generation": 4}),
     "steps_per_generation": (2, {}, {"rollout.steps_per_generation": 2}),
-    "temperature": (0.7, {}, {"rollout.temperature": 0.7, "trainer.eval_temperature": None}),  # None: the same
+    "temperature": (0.7, {}, {"rollout.temperature": 0.7}),
     "top_p": (0.9, {}, {"rollout.top_p": 0.9}),
     "top_k": (50, {}, {"rollout.top_k": 50}),
     "min_p": (0.1, {}, {"rollout.min_p": 0.1}),

@@ -644,3 +644,47 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--num_processes 1"):
         trained(tmp_path)
+
+
+def test_settings_are_read_at_the_trainer(tmp_path: Path) -> None:
+    trainer = GRPOTrainer("builtin:tiny", [digits], config(tmp_path, beta=0.1), ROWS)
+    assert (trainer.num_generations, trainer.beta, trainer.reward_func_names) == (4, 0.1, ["digits"])
+    assert trainer.reward_funcs == [digits]
+    assert torch.equal(trainer.ref_model.lm_head.weight, trainer.model.lm_head.weight)
+    trainer.end()
+    with pytest.raises(AttributeError, match=r"has no 'tokenizer'\. Use processing_class"):
+        _ = trainer.tokenizer
+    with pytest.raises(AttributeError, match="has no 'nonsense'"):
+        _ = trainer.nonsense
+
+
+def test_a_subclass_may_override_what_is_called_and_nothing_else(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log({**logs, "mine": 1.0})
+
+    trainer = Mine("builtin:tiny", digits, config(tmp_path), ROWS)
+    trainer.train()
+    assert [entry["mine"] for entry in trainer.state.log_history] == [1.0] * 3
+    with pytest.raises(ConfigError, match=r"Other.compute_loss\(\) would never be called here. Use overrides="):
+        type("Other", (GRPOTrainer,), {"compute_loss": lambda self: None})
+
+
+def test_training_again_begins_a_history_of_its_own(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history] == [1, 2, 2]
+    assert trainer.state.log_history[0]["num_tokens"] < 100
+
+
+def test_a_config_says_what_scripts_ask_of_it() -> None:
+    args = GRPOConfig(per_device_eval_batch_size=4)
+    assert (args.output_dir, args.train_batch_size, args.eval_batch_size) == ("trainer_output", 8, 4)
+    assert args.parallel_mode.value == "not_parallel" or args.parallel_mode.name == "NOT_DISTRIBUTED"
+    with args.main_process_first(desc="tokenise"):
+        pass
+
+
+def test_errors_name_the_field_beside_our_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"In GRPOConfig rollout.group_size is num_generations"):
+        GRPOTrainer("builtin:tiny", digits, config(tmp_path, num_generations=1), ROWS)

@@ -19,6 +19,7 @@ MADE_OF = (
 GRPO_ONLY = ", tools=None, rollout_func=None, environment_factory=None"
 METHODS = {
     "add_callback": "self, callback",
+    "end": "self",
     "create_model_card": "self, model_name=None, dataset_name=None, tags=None",
     "evaluate": "self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval'",
     "is_local_process_zero": "self",
@@ -35,7 +36,7 @@ METHODS = {
     "save_state": "self",
     "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
 }
-ATTRIBUTES = {"accelerator", "config_class", "control", "model", "optimizer", "run_dir", "state"}
+ATTRIBUTES = {"accelerator", "config_class", "control", "model", "optimizer", "ref_model", "run_dir", "state"}
 REWARDS = {
     "accuracy_reward": "completions, solution, log_extra=None, **kwargs",
     "get_cosine_scaled_reward": (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from grpo_toolbox.api.configs import Arguments
+from grpo_toolbox.config.fields import direct_fields
 from grpo_toolbox.errors import ConfigError, suggest
 
 LATER = {
@@ -53,6 +56,54 @@ def refuse_unknown(trainer: type, given: Iterable[str]) -> None:
         meant = f" Use {FORMER[name]}." if name in FORMER else suggest(name, known)
         meant = meant or f" Settings go into args={trainer.__name__.replace('Trainer', 'Config')}(…)."
         raise ConfigError(f"{trainer.__name__}({name}=…) is not an argument.{meant} There are: {', '.join(known)}.")
+
+
+_OBJECTIVE = "overrides={'objective.name': 'my_module:my_surrogate'}, docs/algorithms.md"
+_LOADER = "prompts are tokenised once, and there is no data loader"
+INSTEAD = {
+    "tokenizer": "processing_class",
+    "predict": "evaluate",
+    "callback_handler": "add_callback and pop_callback",
+    "get_train_dataloader": f"train_dataset: {_LOADER}",
+    "get_eval_dataloader": f"eval_dataset: {_LOADER}",
+    "hyperparameter_search": "toolbox train --multirun",
+    "vllm_generation": "nothing: the engine has the weights of each step",
+    **dict.fromkeys(("compute_loss", "_compute_loss", "training_step", "prediction_step"), _OBJECTIVE),
+    **dict.fromkeys(("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"), "optimizers"),
+    **dict.fromkeys(("_calculate_rewards",), "reward_funcs"),
+    **dict.fromkeys(("_prepare_inputs", "_get_train_sampler", "_get_eval_sampler"), f"train_dataset: {_LOADER}"),
+    **dict.fromkeys(
+        ("_generate", "_generate_single_turn", "_generate_and_score_completions"),
+        "overrides={'advantage.name': 'my_module:my_estimator'} for advantages; sampling is rollout.engine's",
+    ),
+}
+"""Attributes and methods of TRL's trainers that ours have not -> what to use."""
+
+
+def refuse_overridden(trainer: type) -> None:
+    """Raise ConfigError for a subclass with a method of TRL's that nothing would call."""
+    for name in INSTEAD:
+        if name in vars(trainer):
+            raise ConfigError(f"{trainer.__name__}.{name}() would never be called here. Use {INSTEAD[name]}.")
+
+
+def not_there(trainer: type, name: str) -> AttributeError:
+    """Build the error for an attribute that a trainer does not have."""
+    meant = f" Use {INSTEAD[name]}." if name in INSTEAD else ""
+    return AttributeError(f"{trainer.__name__} has no {name!r}.{meant}", name=name)
+
+
+@contextmanager
+def in_fields(args: Arguments) -> Iterator[None]:
+    """Say beside the keys of ours in a ConfigError of the block which of TRL's fields they are."""
+    try:
+        yield
+    except ConfigError as error:
+        known = direct_fields(args.algorithm).items()
+        named = [f"{key} is {one.name}" for key, one in known if re.search(rf"{re.escape(key)}\b", str(error))]
+        if not named:
+            raise
+        raise ConfigError(f"{error} (In {type(args).__name__} {', '.join(named)}.)") from error
 
 
 class OneProcess:

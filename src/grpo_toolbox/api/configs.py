@@ -6,12 +6,17 @@ import dataclasses
 import json
 import logging
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from grpo_toolbox.config.fields import FIELD_MAP, default_of, fields_of
 from grpo_toolbox.errors import ConfigError, suggest
 
 log = logging.getLogger(__name__)
+
+DEFAULT_FOLDER = "trainer_output"
+"""transformers' output_dir where none is given."""
 
 
 class Arguments:
@@ -58,6 +63,8 @@ class Arguments:
                 raise ConfigError(f"{where} cannot be had here. What to use: {one.note}.")
             if one.status == "accepted":
                 log.warning("%s has no effect here: %s.", where, one.note)
+        if wanted.output_dir is None:
+            wanted.output_dir = DEFAULT_FOLDER
         if wanted.load_best_model_at_end and wanted.metric_for_best_model is None:
             wanted.metric_for_best_model = "loss"
             log.warning(
@@ -75,6 +82,7 @@ class Arguments:
             name: getattr(self, name)
             for name, one in known.items()
             if not _same(getattr(self, name), default_of(one, self.algorithm))
+            and (name, getattr(self, name)) != ("output_dir", DEFAULT_FOLDER)
         }
 
     @property
@@ -84,6 +92,30 @@ class Arguments:
 
         wanted: Any = self
         return torch.device("cuda" if torch.cuda.is_available() and not wanted.use_cpu else "cpu")
+
+    @property
+    def train_batch_size(self) -> int:
+        """Completions of a micro-batch, as TRL counts them."""
+        wanted: Any = self
+        return int(wanted.per_device_train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Completions of a step of an evaluation, as TRL counts them."""
+        wanted: Any = self
+        return int(wanted.per_device_eval_batch_size)
+
+    @property
+    def parallel_mode(self) -> Any:
+        """transformers' ParallelMode of one process."""
+        from transformers.training_args import ParallelMode
+
+        return ParallelMode.NOT_DISTRIBUTED
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run the block: there is no other process to wait for."""
+        yield
 
     def get_process_log_level(self) -> int:
         """Return the level that scripts set their loggers to: WARNING, as transformers' is where none was chosen."""

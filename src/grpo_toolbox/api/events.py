@@ -33,13 +33,14 @@ class Events(Callback):
     """
 
     def __init__(self, args: Any, callbacks: Sequence[Any], passes: int) -> None:
-        from transformers import TrainerControl, TrainerState
+        from transformers import TrainerControl
 
         self.args = args
         self.callbacks = [made_callback(one) for one in callbacks]
-        self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
+        self.begin_anew()
         self.control = TrainerControl()
-        self.tokens = 0.0
+        self.entry: Callable[[dict[str, float]], None] = self.log
+        """What is asked to write an entry of the history."""
         self.link: Callable[[int, Path], Path] = lambda step, checkpoint: checkpoint
         """Gives a checkpoint its name of transformers'."""
         self.eval_prefix = "eval"
@@ -50,7 +51,6 @@ class Events(Callback):
         self._run: Run | None = None
         self._shown: dict[str, Any] = {}
         self._window: list[Mapping[str, float]] = []
-        self._losses: list[float] = []
         self._epoch = 0
         self._in_epoch = False
 
@@ -61,6 +61,14 @@ class Events(Callback):
         self._shown |= {"lr_scheduler": None, "train_dataloader": None, "eval_dataloader": None}
         run.optimizer.register_step_pre_hook(lambda *_: self.fire("on_pre_optimizer_step"))
         run.optimizer.register_step_post_hook(lambda *_: self.fire("on_optimizer_step"))
+
+    def begin_anew(self) -> None:
+        """Begin with an empty history."""
+        from transformers import TrainerState
+
+        self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
+        self.tokens = 0.0
+        self._losses: list[float] = []
 
     def restore(self, saved: Path) -> None:
         """Go on with the state that a checkpoint was written with: its history, its best, its tokens."""
@@ -155,7 +163,7 @@ class Events(Callback):
             "train_loss": sum(losses) / len(losses) if losses else 0.0,
             "total_flos": self.state.total_flos,
         }
-        self.log(self.summary)
+        self.entry(dict(self.summary))
         self.fire("on_train_end")
 
     # ----
@@ -165,7 +173,7 @@ class Events(Callback):
         size, loss = self.args.per_device_eval_batch_size, getattr(self.args, "loss_type", None)
         metrics = evaluation_metrics(found, loss, prompts=prompts, batch=size, tokens=self.tokens, prefix=prefix)
         metrics["epoch"] = self.state.epoch
-        self.log(metrics)
+        self.entry(metrics)
         self.control.should_evaluate = False
         self.fire("on_evaluate", metrics=dict(metrics))
         return metrics
@@ -182,7 +190,7 @@ class Events(Callback):
         means = {name: sum(values) / len(values) for name, values in columns.items()}
         latest = {name: columns[name][-1] for name in ("learning_rate", "num_tokens") if name in columns}
         self._window = []
-        self.log(means | latest)
+        self.entry(means | latest)
 
     def _tell(self, number: int) -> None:
         self.state.global_step = number * self._passes

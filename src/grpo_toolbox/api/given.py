@@ -77,16 +77,17 @@ def reward_of(
     A name is that of one of our rewards, `my_module:my_fn`, or else the folder or hub name of a reward model. Of
     `overrides` it takes what every reward does with failures, such as `reward.on_error`.
     """
-    listed = list(functions) if isinstance(functions, list | tuple) else [functions]
-    if not listed or listed == [None]:
+    given_functions = listed(functions)
+    if not given_functions or given_functions == [None]:
         raise ConfigError("reward_funcs is missing: pass a function, a name such as 'exact_match', or a list of them.")
-    given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)
-    if len(given) != len(listed):
+    count = len(given_functions)
+    given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * count
+    if len(given) != count:
         raise ConfigError(
-            f"{len(listed)} reward_funcs and {len(given)} reward_processing_classes: pass one for each, None for plain "
+            f"{count} reward_funcs and {len(given)} reward_processing_classes: pass one for each, None for plain "
             "functions."
         )
-    parts = [_reward(one, tokenizer) for one, tokenizer in zip(listed, given, strict=True)]
+    parts = [_reward(one, tokenizer) for one, tokenizer in zip(given_functions, given, strict=True)]
     if weights is not None and len(weights) != len(parts):
         raise ConfigError(
             f"reward_weights has {len(weights)} numbers for {len(parts)} reward_funcs: give one for each."
@@ -94,6 +95,11 @@ def reward_of(
     made = combine(parts, weights, name="given")
     settings = {key: (overrides or {}).get(f"reward.{key}") for key in FAILURES}
     return with_failures(made, {key: value for key, value in settings.items() if value is not None})
+
+
+def listed(functions: Any) -> list[Any]:
+    """Return the functions that were given, of which one may stand alone."""
+    return list(functions) if isinstance(functions, list | tuple) else [functions]
 
 
 def _reward(one: Any, tokenizer: Any) -> Any:
@@ -137,9 +143,13 @@ def described_reward(reward: Reward) -> dict[str, Any]:
 
 
 def model_named(model: Any) -> str:
-    """Return the name that a model stands under in config.yaml, messages and model cards."""
+    """Return the name that a model stands under in config.yaml, messages and model cards: of a string, its folder."""
     if isinstance(model, str):
-        return model
+        return checkpoint_model(model)
+    if not hasattr(model, "config"):
+        raise ConfigError(
+            f"model={model!r:.60} must be a hub name, a folder, or a loaded model of transformers or PEFT."
+        )
     return str(getattr(model, "name_or_path", "") or getattr(model.config, "_name_or_path", "") or "given")
 
 

@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from grpo_toolbox.api.card import model_card, push_folder
-from grpo_toolbox.api.circumstances import OneProcess, refuse_later, refuse_processes, refuse_unknown, without_bars
-from grpo_toolbox.api.configs import GRPOConfig, RLOOConfig
+from grpo_toolbox.api.circumstances import (
+    OneProcess,
+    in_fields,
+    not_there,
+    refuse_later,
+    refuse_overridden,
+    refuse_processes,
+    refuse_unknown,
+    without_bars,
+)
+from grpo_toolbox.api.configs import GRPOConfig
 from grpo_toolbox.api.events import Events, made_callback
 from grpo_toolbox.api.folders import claimed, drop_links, free_folder, link_checkpoint, resumed_from
 from grpo_toolbox.api.given import (
-    checkpoint_model,
     described_reward,
     eval_parts,
+    listed,
     model_named,
     reward_of,
     rows_of,
@@ -62,6 +71,11 @@ class GRPOTrainer:
 
     config_class: Any = GRPOConfig
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse to override what TRL's trainer calls and ours does not."""
+        super().__init_subclass__(**more)
+        refuse_overridden(cls)
+
     def __new__(cls, *given: Any, **named: Any) -> GRPOTrainer:
         """Refuse an argument that is not there, such as one of an older TRL, by the name of the one that is meant."""
         refuse_unknown(cls, named)
@@ -95,18 +109,17 @@ class GRPOTrainer:
         if train_dataset is None:
             raise ConfigError("train_dataset is missing: pass a datasets.Dataset or a list of dicts with a prompt.")
         model = model.model if isinstance(model, GRPOTrainer) else model
-        named = isinstance(model, str)
-        if not named and not hasattr(model, "config"):
-            raise ConfigError(
-                f"model={model!r:.60} must be a hub name, a folder, or a loaded model of transformers or PEFT."
-            )
-        path = checkpoint_model(model) if named else model_named(model)
         reward = reward_of(reward_funcs, self.args.reward_weights, reward_processing_classes, self.args.overrides)
-        keys = {"model.path": path, "reward": described_reward(reward), **four_bit_keys(quantization_config)}
+        keys = {
+            "model.path": model_named(model),
+            "reward": described_reward(reward),
+            **four_bit_keys(quantization_config),
+        }
         size = size_of(train_dataset)
         self._eval_parts, best = eval_parts(eval_dataset, self.args.metric_for_best_model)
         keys |= {"trainer.best_metric": own_name(best)}
-        config, plain, pace, notes = translate(self.args, model=keys, rows=size, evaluates=bool(self._eval_parts))
+        with in_fields(self.args):
+            config, plain, pace, notes = translate(self.args, model=keys, rows=size, evaluates=bool(self._eval_parts))
         for note in notes:
             log.warning("%s: %s", type(self).__name__, note)
         most = None if size is not None else config.trainer.max_steps * config.rollout.prompts_per_step
@@ -116,15 +129,17 @@ class GRPOTrainer:
         check_size(config.rollout, len(rows))
         reward.check_columns([*rows[0]])
         reward.check_rows(rows)
-        self._config, self._plain, self._pace = config, plain, pace
+        self._config, self._plain, self._optimizers = config, plain, optimizers
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._optimizers = optimizers
         self._events = Events(self.args, callbacks or (), pace.passes)
+        self._events.entry = self.log  # which a subclass may override
         self._events.eval_prefix = first
         self._events.evaluate_others = lambda: [self.evaluate(self._eval_parts[one], None, one) for one in others]
-        self._given = Given(None if named else model, processing_class, peft_config)
+        self._given = Given(None if isinstance(model, str) else model, processing_class, peft_config)
         self._inputs = Inputs(rows, eval_rows, (), reward)
-        self._run = self._built()
+        with in_fields(self.args):
+            self._run = self._built()
+        self.reward_funcs, self.reward_func_names = listed(reward_funcs), [part.name for part in reward.components]
         self._events.fire("on_init_end")
 
     def _built(self) -> Run:
@@ -174,9 +189,21 @@ class GRPOTrainer:
         return self._run.info.run_dir
 
     @property
+    def ref_model(self) -> Any:
+        """The reference, where it is a model of its own: None without a KL, and beside an adapter."""
+        return self._run.reference.net if self._run.reference is not None else None
+
+    @property
     def accelerator(self) -> OneProcess:
         """What scripts ask of accelerate's Accelerator: the one process that trains, and its device."""
         return OneProcess(self._run.device)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read what stands in `args`, such as `num_generations` and `beta`, at the trainer, as in TRL."""
+        args = self.__dict__.get("args")
+        if args is None or not hasattr(args, name):
+            raise not_there(type(self), name)
+        return getattr(args, name)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes: always, one process trains."""
@@ -204,6 +231,7 @@ class GRPOTrainer:
             )
         if self._run.finished:
             self._given = dataclasses.replace(self._given, model=self._run.policy, adapter=None)
+            self._events.begin_anew()
             self._run = self._built()
         output_dir = Path(str(self._config.run_dir)).expanduser()
         checkpoint = resumed_from(resume_from_checkpoint, str(output_dir))
@@ -292,6 +320,9 @@ class GRPOTrainer:
         """Remove a callback, by the object or its class."""
         self.pop_callback(callback)
 
+    def end(self) -> None:
+        """Nothing is open after training: dashboards have been told of its end."""
+
     # ---- what is left of it
 
     def save_model(self, output_dir: str | None = None, *, merged: bool = False) -> None:
@@ -354,40 +385,3 @@ class GRPOTrainer:
             settings=self.args.changed(),
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-class RLOOTrainer(GRPOTrainer):
-    """Trains a model by RLOO (Ahmadian et al., 2024), with TRL's arguments: each completion against the others' mean.
-
-    As `GRPOTrainer`, with an `RLOOConfig`: the KL is in the reward, the ratio that of whole completions.
-    """
-
-    config_class: Any = RLOOConfig
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ) -> None:
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-        )

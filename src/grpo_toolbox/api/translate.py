@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_toolbox.api.configs import Arguments
+from grpo_toolbox.api.configs import DEFAULT_FOLDER, Arguments
 from grpo_toolbox.api.translate_model import model_keys
 from grpo_toolbox.api.translate_rl import advantage_keys, objective_keys, vllm_keys
 from grpo_toolbox.config.check import check_config
@@ -22,7 +22,6 @@ from grpo_toolbox.config.options import check_named
 from grpo_toolbox.config.schema import RunConfig, from_composed, schema_node
 from grpo_toolbox.errors import ConfigError, suggest
 
-DEFAULT_FOLDER = "trainer_output"
 LOGGERS = ("wandb", "tensorboard", "trackio")
 SCHEDULES = {
     "linear": "linear",
@@ -76,7 +75,7 @@ def translate(
     }
     keys |= _schedule(args, pace) | _rhythm(args, pace, evaluates) | _callbacks(args, pace) | _data(args, notes)
     keys |= objective_keys(args, notes) | advantage_keys(args) | vllm_keys(args, notes) | model_keys(args) | dict(model)
-    keys["run_dir"] = args.output_dir or DEFAULT_FOLDER
+    keys["run_dir"] = args.output_dir or DEFAULT_FOLDER  # a script may have emptied it since
     keys["name"] = _of(args, "run_name") or Path(keys["run_dir"]).expanduser().resolve().name
     config, plain = _typed(keys | _overrides(args))
     return config, plain, pace, notes

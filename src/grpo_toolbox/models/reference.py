@@ -30,6 +30,11 @@ class Reference:
         self._net: Any = net if net is not None else None if switched_off else frozen_copy(policy)
         self._refreshed = False
 
+    @property
+    def net(self) -> torch.nn.Module | None:
+        """The reference's own model; None where it is the policy without its adapter."""
+        return self._net
+
     @contextmanager
     def model(self) -> Iterator[torch.nn.Module]:
         """Yield the module to run, in eval mode and without gradients; afterwards the policy is as it was before."""
