@@ -104,7 +104,7 @@ def our_gradient(taken: Taken, *words: object) -> dict[str, Tensor]:
     run.policy.eval()
     rollouts, scores = taken.step.rollouts, taken.step.scores
     assert scores is not None
-    penalty = reward_penalty(run, rollouts)
+    penalty = reward_penalty(run, rollouts, run.group_size)
     advantages = estimate(run.advantage, scores, penalty, None)
     torch.testing.assert_close(advantages, taken.step.advantages, rtol=1e-4, atol=1e-5)
     gradients: list[dict[str, Tensor]] = []
