@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from engine_contract import Subject, changed
+from engine_contract import changed
 from grpo_toolbox.models.snapshot import own_copy
 from grpo_toolbox.types import Rollout
 from small_models import forced_logps
@@ -18,15 +18,16 @@ TOLERANCE = 1e-3
 """Nats between a server's log-prob and that of the weights that drew a token; those of others are off by far more."""
 
 
-def arriving(made: Subject, models: list[Any], every: int, pushes: int) -> Callable[[], int | None]:
-    """Move the policy at every so many looks; `models` gets a copy of each."""
+def arriving(made: Any, models: list[Any], every: int, pushes: int) -> Callable[[], int | None]:
+    """Move the policy at every so many looks while a server is up; `models` gets a copy of each."""
     looked = [0]
     models.append(own_copy(made.policy))
 
     def newer() -> int | None:
-        looked[0] += 1
-        if looked[0] % every or len(models) > pushes:
+        looked[0] += made.engine.servers[0].up
+        if looked[0] < every or len(models) > pushes:
             return None
+        looked[0] = 0
         changed(made.policy, 0.3, seed=len(models))
         models.append(own_copy(made.policy))
         return len(models) - 1
