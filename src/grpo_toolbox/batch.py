@@ -121,15 +121,29 @@ def collate(rollouts: Sequence[Rollout], advantages: Tensor, *, mask_truncated: 
         mask=written(rollouts) & ~cut_off.unsqueeze(1),
         advantages=per_row[:, :longest] if per_row.ndim == 2 else per_row.unsqueeze(1),
         sampler_logps=pad_rows([rollout.logps for rollout in rollouts]),
-        versions=pad_rows([rollout.token_versions for rollout in rollouts]).long(),
+        versions=_versions(rollouts),
     )
+
+
+def _versions(rollouts: Sequence[Rollout]) -> Tensor:
+    """Return (B, T) of the weights that drew each token, zeros behind the end."""
+    if any(rollout.versions for rollout in rollouts):
+        return pad_rows([rollout.token_versions for rollout in rollouts]).long()
+    return _inside(rollouts) * torch.tensor([rollout.weights_version for rollout in rollouts]).unsqueeze(1)
 
 
 def written(rollouts: Sequence[Rollout]) -> Tensor:
     """Return (B, T) True on the tokens that the model wrote, False on what it was given to read and behind the end."""
-    width = max(len(rollout.ids) for rollout in rollouts)
-    marks = [rollout.written or (True,) * len(rollout.ids) for rollout in rollouts]
-    return torch.tensor([[*row, *([False] * (width - len(row)))] for row in marks], dtype=torch.bool)
+    inside = _inside(rollouts)
+    if not any(rollout.written for rollout in rollouts):
+        return inside
+    return inside & pad_rows([rollout.written or (True,) * len(rollout.ids) for rollout in rollouts]).bool()
+
+
+def _inside(rollouts: Sequence[Rollout]) -> Tensor:
+    """Return (B, T) True up to each completion's end."""
+    lengths = torch.tensor([len(rollout.ids) for rollout in rollouts])
+    return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
 
 
 def pad_rows(rows: Sequence[Sequence[float]]) -> Tensor:

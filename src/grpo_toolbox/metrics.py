@@ -47,7 +47,7 @@ def step_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, float
 def length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return what there is to say of lengths, in tokens that the model wrote; 0 for those that ended where none did."""
     every = [one.written_tokens for one in rollouts]
-    ended = [one.written_tokens for one in rollouts if one.finish_reason == "stop"] or [0]
+    ended = [length for length, one in zip(every, rollouts, strict=True) if one.finish_reason == "stop"] or [0]
     return {
         "completion_tokens": sum(every) / len(every),
         "completions/min_length": float(min(every)),

@@ -144,7 +144,7 @@ def _packed(model: Any, batch: Batch, temperature: float, shelf: Shelf) -> tuple
 
 def _packed_hidden(model: Any, packing: _Packing, shelf: Shelf) -> Tensor:
     # a layer that is computed twice as a whole need not compute parts of it thrice
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if any(vars(module).get("gradient_checkpointing") for module in model.modules()):
         shelf = Shelf(frugal=shelf.frugal, closed=True)
     layout = packing.layout
     if isinstance(layout, PackedLayout) and not shelf.closed:

@@ -217,6 +217,8 @@ class _GatedForward:
 
 def _is_gated_mlp(module: Any) -> bool:
     """Whether `module` computes D·(silu(G·x) ∘ U·x) with three large layers without bias: by name, then by trial."""
+    if "gate_proj" not in module._modules:
+        return False
     layers = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     plain = [
         one for one in layers if type(one) is nn.Linear and one.bias is None and suits(one.weight) and is_bare(one)
