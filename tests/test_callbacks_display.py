@@ -15,7 +15,16 @@ from rich.console import Console
 
 from grpo_toolbox.callbacks.display import Display
 from grpo_toolbox.callbacks.progress import Progress, before_after
-from grpo_toolbox.callbacks.screen import clock, headline, live_panel, one_line, plain_line, resume_command, sparkline
+from grpo_toolbox.callbacks.screen import (
+    clock,
+    counted,
+    headline,
+    live_panel,
+    one_line,
+    plain_line,
+    resume_command,
+    sparkline,
+)
 from grpo_toolbox.types import Prompt, Rollout, RunInfo, Scores, Step
 
 METRICS = {
@@ -166,6 +175,10 @@ def test_a_resumed_run_knows_its_earlier_rewards(tmp_path):
     assert (progress.rewards, progress.evals) == ([0.2, 0.9], [0.1])
     assert plain_line(progress, 1.0).startswith("step  3/20  reward 0.900")
     assert headline(progress, {"seconds": 4.0}) == "sums: stopped after step 3 of 20, the last 1 in 4.0 s"
+
+
+def test_one_step_is_no_steps():
+    assert (counted(1), counted(2)) == ("1 step", "2 steps")
 
 
 def test_the_resume_command_repeats_the_overrides():

@@ -231,6 +231,8 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_writes_nothing_else()
     assert [finished_steps(run_dir) for run_dir in runs()] == [[1, 2], [1, 2]]
     configs = [yaml.safe_load((run_dir / "config.yaml").read_text()) for run_dir in runs()]
     assert {config["trainer"]["seed"] for config in configs} == {0, 1}
+    named = [line.split()[0] for line in result.out.splitlines() if line.startswith("trainer.seed=")]
+    assert named == ["trainer.seed=0", "trainer.seed=1"]
     assert {Path(name).parts[0] for name in files()} == {"runs"}
 
 

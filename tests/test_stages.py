@@ -47,8 +47,13 @@ def test_the_second_stage_starts_where_the_first_ended(tmp_path: Path) -> None:
 def test_a_run_of_stages_that_was_stopped_goes_on_in_the_stage_it_was_in(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     broken = STAGES.replace("reward: exact_match", "reward: {name: 'plugs:failing_at_3'}")
-    assert toolbox("train", *SMALL, broken, f"run_dir={run_dir}").code == 1
+    stopped = toolbox("train", *SMALL, "callbacks.display={}", broken, f"run_dir={run_dir}")
+    assert stopped.code == 1
+    said = [line for line in stopped.out.splitlines() if "resume=" in line]
+    assert said == [f"  next        toolbox train resume={run_dir}"]  # none that would go on with a stage alone
     done = all_metrics(run_dir / "form")
+    one = toolbox("train", *SMALL, STAGES, f"resume={run_dir / 'form'}")
+    assert one.err.startswith(f"toolbox train: resume={run_dir / 'form'} is a run of its own, or one stage, and")
     result = toolbox("train", *SMALL, STAGES, f"resume={run_dir}")
     assert result.code == 0, result.err
     assert all_metrics(run_dir / "form") == done

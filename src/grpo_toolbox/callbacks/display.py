@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grpo_toolbox.callbacks import Callback
 from grpo_toolbox.callbacks.progress import Progress
-from grpo_toolbox.callbacks.screen import closing_lines, headline, live_panel, plain_line
+from grpo_toolbox.callbacks.screen import closing_lines, counted, headline, live_panel, plain_line
 from grpo_toolbox.errors import unknown_option
 from grpo_toolbox.types import RunInfo, Step
 
@@ -50,7 +50,7 @@ class Display(Callback):
             self._live.start()
         else:
             done = f" (resumed after step {run.first_step - 1})" if run.first_step > 1 else ""
-            print(f"{run.name}: {run.max_steps} steps{done}", flush=True)
+            print(f"{run.name}: {counted(run.max_steps)}{done}", flush=True)
 
     def on_step(self, step: Step) -> None:
         now = time.monotonic()

@@ -43,6 +43,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def counted(steps: int) -> str:
+    """Return a number of steps in words."""
+    return f"{steps} step" if steps == 1 else f"{steps} steps"
+
+
 def live_panel(progress: Progress, now: float, width: int) -> RenderableType:
     """Return the panel that a terminal of `width` columns shows while the run goes on."""
     parts: list[RenderableType] = [_bar(progress, now), Text(), _reward(progress, width)]
@@ -99,7 +104,7 @@ def headline(progress: Progress, ended: Mapping[str, float]) -> str:
     part = f", the last {number - resumed_at}" if resumed_at else ""
     time = f"{part} in {_duration(ended['seconds'])}" if "seconds" in ended else ""
     if number >= last:
-        return f"{progress.run.name}: finished {last} steps{time}"
+        return f"{progress.run.name}: finished {counted(last)}{time}"
     how = "interrupted" if ended.get("interrupted") else "stopped"
     return f"{progress.run.name}: {how} after step {number} of {last}{time}"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ def train_stages(
 ) -> int:
     """Train the stages that are not finished yet; returns 0, or the code of the one that was stopped.
 
-    Everything that can be wrong with any stage is found before the first begins.
+    Everything that can be wrong with any stage is found before the first begins. A stage that does not finish is
+    followed by the command that goes on with it and the others.
     """
     from grpo_toolbox.checkpoint import latest_checkpoint
     from grpo_toolbox.config.folder import stages_dir, write_config
@@ -29,13 +32,19 @@ def train_stages(
     for stage in stages:
         check_inputs(stage.config)
     write_config(RunInfo(config.name, run_dir, 0, 1, plain))
+    sys.argv = sys.argv[:1]  # of which the display makes a command: one of a single stage would be another run
     start: Path | None = None
     for stage in stages:
         ready = stage if start is None else starting_from(stage, start)
         folder = run_dir / stage.name
         if not _is_finished(folder, ready.config.trainer.max_steps):
             resumed = str(folder) if latest_checkpoint(folder / "checkpoints", warn=False) else None
-            code = train((dataclasses.replace(ready.config, resume=resumed), ready.plain))
+            code = 1
+            try:
+                code = train((dataclasses.replace(ready.config, resume=resumed), ready.plain))
+            finally:
+                if code:
+                    print(f"  {'next':<12}{shlex.join(['toolbox', 'train', f'resume={run_dir}'])}", flush=True)
             if code:
                 return code
         newest = latest_checkpoint(folder / "checkpoints")

@@ -51,6 +51,8 @@ def run_composed(command: str, argv: Sequence[str], work: Callable[[tuple[RunCon
     def task(composed: Any) -> None:
         overrides = job_overrides() if args.multirun else args.overrides
         sys.argv = ["toolbox", command, *flags, *overrides]  # what the display says to repeat
+        if args.multirun:
+            print(f"\n{' '.join(overrides)}", flush=True)
         try:
             code = work(typed_config(composed, choices(), keys(overrides), experiment_keys(), method_keys()))
         except Exception as error:  # carried past Hydra, which would print lines of its own around it

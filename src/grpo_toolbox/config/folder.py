@@ -51,6 +51,11 @@ def stages_dir(config: RunConfig) -> Path:
         check_run_dir(run_dir, resuming=False)
     elif not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"resume={run_dir} holds no run of several stages (config.yaml is missing).")
+    elif not _has_stages(run_dir):
+        raise ConfigError(
+            f"resume={run_dir} is a run of its own, or one stage, and trainer.stages is set. Name the folder that "
+            "holds the stages, or leave trainer.stages out."
+        )
     return run_dir
 
 
@@ -69,6 +74,11 @@ def _open(config: RunConfig, run_dir: Path, plain: dict[str, Any]) -> RunInfo:
                 "raise trainer.max_steps to train on."
             )
     return RunInfo(config.name, run_dir, config.trainer.max_steps, finished + 1, plain)
+
+
+def _has_stages(run_dir: Path) -> bool:
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    return config.get("trainer", {}).get("stages") is not None
 
 
 def _has_steps(run_dir: Path) -> bool:
