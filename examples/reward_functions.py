@@ -4,6 +4,8 @@
     python examples/reward_functions.py --smoke    checks of extraction, None, the schema reward and the hack detector
     python examples/reward_functions.py --full     gold answers, and answers near them, through every verifier
 
+The last two need pip install 'grpo-toolbox[math,schema]'.
+
 A grader that asks "did it exit with status 0?" pays whoever leaves first. The robust one asks the program for values
 and compares them where the program cannot reach; the detector reads the program and says what it is up to.
 """
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from grpo_toolbox.errors import ConfigError
 from grpo_toolbox.rewards import REWARDS, Reward, build_reward, combine
 from grpo_toolbox.rewards.code import detect_hacks
 from grpo_toolbox.rewards.code.canary import open_pool
@@ -265,4 +268,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:  # a package that only some verifiers need
+        raise SystemExit(str(error)) from None
