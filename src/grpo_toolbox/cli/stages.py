@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +40,23 @@ def train_stages(
         folder = run_dir / stage.name
         if not _is_finished(folder, ready.config.trainer.max_steps):
             resumed = str(folder) if latest_checkpoint(folder / "checkpoints", warn=False) else None
-            code = 1
-            try:
-                code = train((dataclasses.replace(ready.config, resume=resumed), ready.plain))
-            finally:
-                if code:
-                    print(f"  {'next':<12}{shlex.join(['toolbox', 'train', f'resume={run_dir}'])}", flush=True)
-            if code:
+            work = (dataclasses.replace(ready.config, resume=resumed), ready.plain)
+            if code := _finish(partial(train, work), run_dir):
                 return code
         newest = latest_checkpoint(folder / "checkpoints")
         start = newest / "model" if newest else start
     return 0
+
+
+def _finish(train_stage: Callable[[], int], run_dir: Path) -> int:
+    """Train one stage and return its code; where it does not finish, say what goes on with it and the others."""
+    code = 1
+    try:
+        code = train_stage()
+    finally:
+        if code:
+            print(f"  {'next':<12}{shlex.join(['toolbox', 'train', f'resume={run_dir}'])}", flush=True)
+    return code
 
 
 def _is_finished(folder: Path, max_steps: int) -> bool:
