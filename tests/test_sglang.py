@@ -65,7 +65,7 @@ def test_a_push_pauses_updates_flushes_states_its_version_and_goes_on(mode: str,
     push = [
         *("/pause_generation retract", "/update_weight_version"),
         *UPDATES[mode],
-        *("/flush_cache?timeout=5", "/update_weight_version", "/continue_generation"),
+        *("/flush_cache", "/update_weight_version", "/continue_generation"),
     ]
     assert calls == push * 2
 

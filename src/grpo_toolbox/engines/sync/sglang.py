@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_toolbox.engines.server import Refused
 from grpo_toolbox.engines.sync import Control, InFlight
 from grpo_toolbox.engines.sync.groups import Group, together
 from grpo_toolbox.engines.sync.weights import Weights, described
 
 _PAUSE = {"drain": "retract", "recompute": "retract", "keep": "in_place", "abort": "abort"}
 """SGLang has no mode that waits; with nothing under way, as between two generations, taking back is waiting."""
-_FLUSH_WAIT_S = 5
+_FLUSHES = 50
+"""Times that the cache is asked to be emptied before it counts as stuck; five seconds in all."""
 
 
 def stated(server: Control) -> str:
@@ -35,9 +38,19 @@ def resume(server: Control) -> None:
 
 
 def flush(server: Control, in_flight: InFlight, timeout_s: float) -> None:
-    """Empty the radix cache; the server refuses while requests that are kept hold on to theirs."""
-    if in_flight != "keep":
-        server.post(f"/flush_cache?timeout={_FLUSH_WAIT_S}", timeout_s=timeout_s)
+    """Empty the radix cache; the server refuses while requests that are kept hold on to theirs.
+
+    Its own way of waiting (`timeout=`) would wait for those, too, that were taken back and stand in the queue.
+    """
+    for attempt in range(0 if in_flight == "keep" else _FLUSHES):
+        try:
+            server.post("/flush_cache", timeout_s=timeout_s)
+        except Refused:
+            if attempt == _FLUSHES - 1:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
 
 def load_folder(server: Control, folder: Path, timeout_s: float) -> None:
