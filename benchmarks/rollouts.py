@@ -2,9 +2,11 @@
 
     python benchmarks/rollouts.py
     python benchmarks/rollouts.py --only E-prompt --sides ours --repeats 3
+    python benchmarks/rollouts.py --device cuda --sides ours,graphs,dynamic,continuous --repeats 3
 
 `generate` samples with dynamic and with static cache, and the faster one counts. It returns tokens; ours returns their
-log-probs as well.
+log-probs as well, and so does transformers' continuous batching, which counts where it is measured. The side `graphs`
+is ours with rollout.cuda_graphs=true.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ SIDES = ("ours", "dynamic", "static")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write down, print the table."""
-    arguments = parser(__doc__, tuple(ROLLOUTS), SIDES).parse_args(argv)
+    options = parser(__doc__, tuple(ROLLOUTS), (*SIDES, "continuous", "graphs"))
+    options.set_defaults(sides=list(SIDES))
+    arguments = options.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         arguments.model = ready_model(arguments.model, Path(scratch))
         run_sides(arguments, measure)
@@ -40,8 +44,9 @@ def measure(name: str, side: str, arguments: argparse.Namespace) -> dict[str, An
         "device": arguments.device,
         "steps": arguments.repeats,
         "cache": side,
+        "overrides": ["rollout.cuda_graphs=true"] if side == "graphs" else [],
     }
-    found = in_child("ours.py" if side == "ours" else "theirs.py", job, arguments.threads)
+    found = in_child("ours.py" if side in ("ours", "graphs") else "theirs.py", job, arguments.threads)
     return record(name, side, arguments, found)
 
 

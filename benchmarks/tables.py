@@ -40,7 +40,7 @@ def memory(record: Record) -> float:
     return float(record["peak_gib"])
 
 
-GENERATE = ("dynamic", "static")
+GENERATE = ("dynamic", "static", "continuous")
 BARS = (
     Bar("A", "whole step, 8 × 8 × 64, prompts of 41 tokens", "A", ("trl",), seconds, 1.7, 2.1),
     Bar("A′", "the same with LoRA, r = 16", "A-lora", ("trl",), seconds, 1.8, 2.3),

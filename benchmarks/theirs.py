@@ -17,7 +17,7 @@ from datasets import Dataset
 from forcing import EndRows
 from probe import Stages, answer, count_backward, finish, forget_peak, job_of, peak_gib, resident_gib
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import ContinuousBatchingConfig, GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from weights import plain_model, warm_optimizer, warm_up
 from workloads import Workload, exact_prompts, fixed_reward, prompt_rows, reached
@@ -159,31 +159,52 @@ def measure_generate(job: dict[str, Any]) -> dict[str, Any]:
     model.eval()
     prompts = exact_prompts(load.prompts, load.prompt_tokens, tokenizer)
     ids = torch.tensor([tokenizer(text).input_ids for text in prompts for _ in range(load.group_size)], device=device)
-    cache = {} if job["cache"] == "dynamic" else {"cache_implementation": job["cache"], "disable_compile": True}
     warm_up(model, device)
+    if job["cache"] == "continuous" and device == "cuda":
+        model.to(torch.bfloat16)  # its own thread knows no autocast
+    sampled = partial(_continuous if job["cache"] == "continuous" else _generated, model, ids, load, job["cache"])
     forget_peak(device)
     steps = []
     for turn in range(job["steps"]):
         torch.manual_seed(turn)
         finish(device)
         started = time.perf_counter()
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=load.max_new_tokens,
-                min_new_tokens=load.max_new_tokens,
-                **cache,
-            )
+        tokens = sampled()
         finish(device)
         seconds = time.perf_counter() - started
-        tokens = output[:, ids.shape[1] :].numel()
         steps.append({"seconds": seconds, "completion_tokens": tokens, "peak_gib": peak_gib(device)})
     return {"steps": steps}
+
+
+@torch.inference_mode()
+def _generated(model: Any, ids: Tensor, load: Workload, cache: str) -> int:
+    """Sample with a cache of `generate` and return the number of new tokens."""
+    options = {} if cache == "dynamic" else {"cache_implementation": cache, "disable_compile": True}
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=load.max_new_tokens,
+        min_new_tokens=load.max_new_tokens,
+        **options,
+    )
+    return output[:, ids.shape[1] :].numel()
+
+
+def _continuous(model: Any, ids: Tensor, load: Workload, _: str) -> int:
+    """The same by transformers' continuous batching, with log-probs; nothing ends a row before its time."""
+    settings = GenerationConfig(
+        max_new_tokens=load.max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1
+    )
+    # its own choice is all memory that is free, which on a processor has to be cleared first
+    blocks = len(ids) * (2 + (ids.shape[1] + load.max_new_tokens) // 64)
+    sizes = {} if ids.is_cuda else {"page_size": 64, "num_blocks": blocks, "max_batch_tokens": 1024}
+    batching = ContinuousBatchingConfig(return_logprobs=True, **sizes)
+    found = model.generate_batch(ids.tolist(), settings, continuous_batching_config=batching, progress_bar=False)
+    return sum(len(one.generated_tokens) for one in found.values())
 
 
 class UntilReward(TrainerCallback):

@@ -61,6 +61,7 @@ WAYS: dict[str, tuple[Options | None, Options]] = {
     "in micro-batches": (None, {"micro_batch_tokens": 60}),
     "with MLPs computed twice": (None, {"recompute_mlp": True}),
     "checkpointed": (None, {"checkpointing": True}),
+    "with a pass for old log-probs": (None, {"recompute_old_logps": True}),
     "in two epochs": (None, {"ppo_epochs": 2, "micro_batch_tokens": 100}),
     "with LoRA": (LORA, {}),
     "with LoRA, checkpointed": (LORA, {"checkpointing": True}),
@@ -166,6 +167,10 @@ def test_mlps_of_one_class_may_have_different_activations():
     """Both in one process: what is known of the first must not be taken for the second."""
     for name in ("llama", "llama, gelu", "llama"):
         assert_the_plain_step(name, "as it is", [PLAIN])
+
+
+def test_a_pass_of_its_own_for_old_log_probs_says_what_the_first_pass_says():
+    assert_the_plain_step("llama", "with a pass for old log-probs", [KL, ENTROPY])
 
 
 def test_biases_alone_may_be_trained():

@@ -141,6 +141,13 @@ def test_old_log_probs_are_those_of_the_first_epoch():
     assert sizes == [PACKED] * 3
 
 
+def test_or_of_a_pass_of_their_own_where_that_is_asked_for():
+    model = build("llama")
+    with forwarded(model) as sizes:
+        update(run_of(model, recompute_old_logps=True), batch_of(), 1)
+    assert sizes == [PACKED] * 2
+
+
 def test_the_reference_is_forwarded_once_for_all_epochs_on_the_same_packing():
     model = build("llama")
     run = run_of(model, build_objective(clipped, beta=0.1), ppo_epochs=2)

@@ -39,6 +39,8 @@ class UpdateSettings:
     """Compute the wide activations of gated MLPs again in backward instead of keeping them."""
     skip_zero_advantage: bool = True
     """Leave out rows of exactly zero advantage where the objective allows it: same gradient, less work."""
+    recompute_old_logps: bool = False
+    """Compute on-policy log-probs of π_old before the step, which its first pass says as well."""
     router_aux_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts; above 0 no row is left out, for each is routed."""
     autocast: torch.dtype | None = None

@@ -114,6 +114,8 @@ def _prepared(
 ) -> tuple[Denominators, list[Batch], list[Forwarded]]:
     """Return what a batch's losses are divided by, its `rows` as micro-batches, and what is forwarded for each."""
     counts = denominators(batch, objective.length or run.sampling.max_new_tokens)
+    if run.settings.recompute_old_logps and batch.old_logps is None:
+        batch = replace(batch, old_logps=trainer_logps(run, batch))
     micros = _micros(run, replace(batch, prompt_length=prompt_lengths(batch)), rows)
     forwarded = [_forwarded(run, micro) for micro in micros]  # policy, reference and all epochs run over the same
     micros = [_with_reference(run, *both) for both in zip(micros, forwarded, strict=True)]

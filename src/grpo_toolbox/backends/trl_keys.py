@@ -110,6 +110,7 @@ IDLE: Mapping[str, str] = {
     "trainer.packing": "TRL pads",
     "trainer.recompute_mlp": "it belongs to trainer.packing",
     "trainer.skip_zero_advantage": "TRL trains every row",
+    "trainer.recompute_old_logps": "TRL takes those of the first pass, too",
     "objective.kl_horizon": "it belongs to objective.kl_target",
     "objective.clip_cov_min": "it belongs to objective.clip_cov",
     "objective.clip_cov_max": "it belongs to objective.clip_cov",

@@ -275,6 +275,7 @@ def _update_settings(
         packed=trainer.packing and packs,
         recompute_mlp=trainer.recompute_mlp,
         skip_zero_advantage=trainer.skip_zero_advantage,
+        recompute_old_logps=trainer.recompute_old_logps,
         router_aux_coef=router_aux_coef,
         autocast=autocast_dtype(trainer, device),
     )

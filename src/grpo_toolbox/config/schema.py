@@ -329,6 +329,8 @@ class TrainerConfig:
     a third less memory for activations, about a tenth more time."""
     skip_zero_advantage: bool = True
     """Do not forward rows that carry no gradient."""
+    recompute_old_logps: bool = False
+    """On-policy, compute old log-probs in a pass of their own; the first pass over a batch says the same anyway."""
     precision: str = "auto"
     """Of the forward pass: auto (bfloat16 on a GPU, else float32), float32 or bfloat16."""
     device: str = "auto"
