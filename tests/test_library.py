@@ -688,3 +688,38 @@ def test_a_config_says_what_scripts_ask_of_it() -> None:
 def test_errors_name_the_field_beside_our_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"In GRPOConfig rollout.group_size is num_generations"):
         GRPOTrainer("builtin:tiny", digits, config(tmp_path, num_generations=1), ROWS)
+
+
+def test_an_evaluation_is_of_the_policy_as_it_is_where_a_copy_samples_ahead(tmp_path: Path) -> None:
+    """While it trains, asked for by a callback, and after it, with the weights of the best step loaded."""
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            asked.append((trainer.evaluate()["eval_reward"], fresh(trainer)))
+
+    def fresh(trainer: GRPOTrainer) -> float:
+        one = GRPOTrainer("builtin:tiny", digits, config(tmp_path / "fresh"), ROWS, ROWS[:6])
+        one.model.load_state_dict(trainer.model.state_dict())
+        return one.evaluate()["eval_reward"]
+
+    asked: list[tuple[float, float]] = []
+    ahead = {"rollout.async.enabled": True, "rollout.async.max_staleness": 2}
+    trainer = GRPOTrainer(
+        "builtin:tiny", digits, config(tmp_path, max_steps=4, overrides=ahead), ROWS, ROWS[:6], callbacks=[Asks]
+    )
+    trainer.train()
+    asked.append((trainer.evaluate()["eval_reward"], fresh(trainer)))
+    assert [one for one, _ in asked] == [other for _, other in asked]
+    assert len({one for one, _ in asked}) > 1
+
+
+def test_checkpoints_are_written_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    assert trained(tmp_path).state.global_step == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "model").is_dir()
+    assert "checkpoint-2 cannot be made (Operation not permitted)" in caplog.text

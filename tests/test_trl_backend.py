@@ -192,12 +192,16 @@ def test_it_leaves_the_folder_of_a_run(tmp_path: Path) -> None:
     ]
     ours = tmp_path / "ours"
     assert toolbox_train("experiment=grpo_tiny", *SMALL, "trainer.max_steps=1", f"run_dir={ours}") == 0
-    # what TRL does not say: its sampler's log-probs, the mean ratio, the bounded KL, the tokens that it forwards
-    unsaid = {"ratio", "kl_bounded_fraction", "forward_tokens"}
+    # what TRL does not say: its sampler's log-probs, the mean ratio, the bounded KL
+    unsaid = {"ratio", "kl_bounded_fraction"}
     missing = {name for name in all_metrics(ours)[0] if not name.startswith("sampler/")} - set(lines[1])
     assert missing == unsaid
     actions = [json.loads(line) for line in (run_dir / "traces" / "actions.jsonl").read_text().splitlines()]
     assert len(actions) == 3 * 16
+    for number, line in enumerate(lines[1:], start=1):  # a row is as long as the longest prompt and completion
+        rows = [one for one in actions if one["step"] == number]
+        longest = [max(len(one[name]) for one in rows) for name in ("prompt_ids", "token_ids")]
+        assert line["forward_tokens"] == 16 * sum(longest)
     assert {one["weights_version"] for one in actions} == {0, 1, 2}
     for one in actions:
         assert one["rewards"]["exact_match"] == float(one["completion"] == one["columns"]["answer"])

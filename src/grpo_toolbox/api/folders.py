@@ -72,7 +72,11 @@ def link_checkpoint(output_dir: Path, step: int, checkpoint: Path) -> Path:
         log.warning("%s is not a checkpoint of this run, which is %s.", link, checkpoint)
         return model
     link.unlink(missing_ok=True)
-    link.symlink_to(os.path.relpath(model.resolve(), output_dir.resolve()), target_is_directory=True)
+    try:
+        link.symlink_to(os.path.relpath(model.resolve(), output_dir.resolve()), target_is_directory=True)
+    except OSError as error:  # a file system without links
+        log.warning("%s cannot be made (%s): the checkpoint is %s.", link, error.strerror, checkpoint)
+        return model
     return link
 
 

@@ -22,6 +22,7 @@ from grpo_toolbox.api.circumstances import (
     without_bars,
 )
 from grpo_toolbox.api.configs import GRPOConfig
+from grpo_toolbox.api.evaluations import evaluate_policy
 from grpo_toolbox.api.events import Events, made_callback
 from grpo_toolbox.api.folders import claimed, drop_links, free_folder, link_checkpoint, resumed_from
 from grpo_toolbox.api.given import (
@@ -44,7 +45,6 @@ from grpo_toolbox.config.build import build_run, encoded
 from grpo_toolbox.config.inputs import Given, Inputs, check_size
 from grpo_toolbox.config.policy import described
 from grpo_toolbox.errors import ConfigError
-from grpo_toolbox.evaluation import evaluate
 from grpo_toolbox.interrupts import GracefulStop, Interrupted
 from grpo_toolbox.models.load import save_pretrained
 from grpo_toolbox.run import Run
@@ -137,6 +137,7 @@ class GRPOTrainer:
         self._events.evaluate_others = lambda: [self.evaluate(self._eval_parts[one], None, one) for one in others]
         self._given = Given(None if isinstance(model, str) else model, processing_class, peft_config)
         self._inputs = Inputs(rows, eval_rows, (), reward)
+        self.is_in_train = False
         with in_fields(self.args):
             self._run = self._built()
         self.reward_funcs, self.reward_func_names = listed(reward_funcs), [part.name for part in reward.components]
@@ -250,7 +251,11 @@ class GRPOTrainer:
                 self._events.restore(checkpoint / "model" / STATE_FILE)
             else:
                 drop_links(output_dir)
-            summary = train(self._run)
+            self.is_in_train = True
+            try:
+                summary = train(self._run)
+            finally:
+                self.is_in_train = False
         if summary["interrupted"]:
             raise Interrupted(signal.Signals(int(summary["interrupted"])))
         self._after_training()
@@ -290,7 +295,8 @@ class GRPOTrainer:
             prompts = encoded(self._config, rows, self.processing_class, run.policy.config)
         if not prompts:
             raise ConfigError("evaluate() has no data: pass eval_dataset here or to the trainer.")
-        return self._events.evaluated(evaluate(run, prompts), len(prompts), metric_key_prefix)
+        found = evaluate_policy(self._config, run, self.processing_class, prompts, training=self.is_in_train)
+        return self._events.evaluated(found, len(prompts), metric_key_prefix)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add an entry to `state.log_history` and show it to the callbacks."""

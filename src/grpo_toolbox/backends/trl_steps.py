@@ -43,6 +43,8 @@ class Generation:
         self._stop_ids = frozenset(stop_ids)
         self._portions: list[Experience] = []
         self._whole: Experience | None = None
+        self.width = 0
+        """Tokens of a row as TRL pads it: the longest prompt and the longest completion of the generation."""
         self.clock = Clock()
         self.trainer: Any = None
         """TRL's, once it is there."""
@@ -97,6 +99,7 @@ class Generation:
         metrics |= run.divergence.observe([checked]) if run.divergence else {}
         self.trainer.reward_weights = torch.tensor(scores.weights)
         kept = range(scores.total.shape[0])
+        self.width = max(len(one.prompt.ids) for one in rollouts) + max(len(one.ids) for one in rollouts)
         self._whole = Experience(rollouts, scores, torch.zeros_like(scores.total), kept, metrics)
 
     def _rollout(self, prompt: Prompt, ids: Sequence[int], logps: Sequence[float | None]) -> Rollout:
@@ -187,7 +190,7 @@ class Steps(TrainerCallback):
         refresh_reference(run, number)
         run.source.sync(run, number, self._generation.clock)
         seen = step_metrics(learnt.rollouts, learnt.scores) | dict(learnt.metrics)
-        metrics = trl_metrics(self._logs) | seen | _seconds(self._generation.clock, learnt)
+        metrics = trl_metrics(self._logs) | seen | _work(self._generation, learnt)
         metrics |= run.observe(metrics, completions=len(learnt.rollouts))
         finish(run, Step(number, metrics, learnt.rollouts, learnt.scores, learnt.advantages))
         report(run, evaluate_when_due(run, number))
@@ -213,9 +216,10 @@ def trl_metrics(logs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _seconds(clock: Clock, learnt: Experience) -> dict[str, float]:
-    """Return the step's times; whatever is neither sampling nor scoring is the update."""
-    found = clock.metrics(learnt.rollouts)
+def _work(generation: Generation, learnt: Experience) -> dict[str, float]:
+    """Return the step's times and what was forwarded; whatever is neither sampling nor scoring is the update."""
+    found = generation.clock.metrics(learnt.rollouts)
     update = found["time/step"] - found.get("time/rollout", 0.0) - found.get("time/reward", 0.0)
     found |= {"time/update": update, "tokens_per_s/update": tokens_of(learnt.rollouts) / update}
-    return found | {"rows_trained": float(len(learnt.rollouts))}
+    rows = float(len(learnt.rollouts))
+    return found | {"rows_trained": rows, "forward_tokens": rows * generation.width}
