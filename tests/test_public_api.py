@@ -36,7 +36,9 @@ METHODS = {
     "save_state": "self",
     "train": "self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None",
 }
-ATTRIBUTES = {"accelerator", "config_class", "control", "model", "optimizer", "ref_model", "run_dir", "state"}
+ATTRIBUTES = {
+    *("accelerator", "config_class", "control", "is_in_train", "model", "optimizer", "ref_model", "run_dir", "state"),
+}
 REWARDS = {
     "accuracy_reward": "completions, solution, log_extra=None, **kwargs",
     "get_cosine_scaled_reward": (

@@ -70,6 +70,8 @@ class GRPOTrainer:
     """
 
     config_class: Any = GRPOConfig
+    is_in_train = False
+    """Whether `train` is under way."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Refuse to override what TRL's trainer calls and ours does not."""
@@ -137,7 +139,6 @@ class GRPOTrainer:
         self._events.evaluate_others = lambda: [self.evaluate(self._eval_parts[one], None, one) for one in others]
         self._given = Given(None if isinstance(model, str) else model, processing_class, peft_config)
         self._inputs = Inputs(rows, eval_rows, (), reward)
-        self.is_in_train = False
         with in_fields(self.args):
             self._run = self._built()
         self.reward_funcs, self.reward_func_names = listed(reward_funcs), [part.name for part in reward.components]
