@@ -50,7 +50,7 @@ def test_a_run_of_stages_that_was_stopped_goes_on_in_the_stage_it_was_in(tmp_pat
     stopped = toolbox("train", *SMALL, "callbacks.display={}", broken, f"run_dir={run_dir}")
     assert stopped.code == 1
     said = [line for line in stopped.out.splitlines() if "resume=" in line]
-    assert said == [f"  next        toolbox train resume={run_dir}"]  # none that would go on with a stage alone
+    assert said == [f"  go on with  toolbox train resume={run_dir}"]  # none that would go on with a stage alone
     done = all_metrics(run_dir / "form")
     one = toolbox("train", *SMALL, STAGES, f"resume={run_dir / 'form'}")
     assert one.err.startswith(f"toolbox train: resume={run_dir / 'form'} is a run of its own, or one stage, and")

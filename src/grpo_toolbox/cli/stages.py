@@ -55,7 +55,7 @@ def _finish(train_stage: Callable[[], int], run_dir: Path) -> int:
         code = train_stage()
     finally:
         if code:
-            print(f"  {'next':<12}{shlex.join(['toolbox', 'train', f'resume={run_dir}'])}", flush=True)
+            print(f"  {'go on with':<12}{shlex.join(['toolbox', 'train', f'resume={run_dir}'])}", flush=True)
     return code
 
 
