@@ -19,7 +19,8 @@ from grpo_toolbox import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from grpo_toolbox.api.translate import translate
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.errors import ConfigError, DataError
-from grpo_toolbox.models.tiny import build_tiny
+from grpo_toolbox.models.tiny import build_tiny, build_tokenizer
+from small_models import build
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 SMALL: dict[str, Any] = {
@@ -723,3 +724,21 @@ def test_checkpoints_are_written_where_there_are_no_links(
     assert trained(tmp_path).state.global_step == 2
     assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "model").is_dir()
     assert "checkpoint-2 cannot be made (Operation not permitted)" in caplog.text
+
+
+def test_prompts_longer_than_a_window_that_training_stays_within_are_evaluated_with_padding(tmp_path: Path) -> None:
+    """To the same numbers as by a trainer whose training has such prompts and pads from the beginning."""
+    tokenizer = build_tokenizer()
+    build("mistral, window 16", vocab_size=len(tokenizer), sliding_window=24).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    long = [{"prompt": f"{number}+012345678901234567890123456789=", "answer": "1"} for number in range(4)]
+
+    def evaluated(rows: Any, name: str) -> dict[str, float]:
+        args = config(tmp_path / name, eval_strategy="steps", eval_steps=1)
+        trainer = GRPOTrainer(str(tmp_path / "model"), digits, args, train_dataset=rows, eval_dataset=rows)
+        found = trainer.evaluate(long)
+        return {key: value for key, value in found.items() if "time" not in key and "second" not in key}
+
+    packs = evaluated([{"prompt": "1+2=", "answer": "3"}] * 4, "short")
+    assert "eval_loss" in packs
+    assert packs == pytest.approx(evaluated(long, "long"), abs=1e-5)

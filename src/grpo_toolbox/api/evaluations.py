@@ -10,6 +10,7 @@ from typing import Any
 from grpo_toolbox.config.build import build_engine
 from grpo_toolbox.config.schema import RunConfig
 from grpo_toolbox.evaluation import evaluate, measure, sample
+from grpo_toolbox.models.packing import plain_attention_limit
 from grpo_toolbox.run import Run
 from grpo_toolbox.source import Synchronous
 from grpo_toolbox.types import Prompt
@@ -22,6 +23,7 @@ def evaluate_policy(
 
     Outside of training servers are let go and may have other weights, and so may the copy that samples in advance.
     """
+    run = _fitting(config, run, tokenizer, prompts)
     if training:
         return measure(run, run.source.evaluate(run, partial(sample, run, prompts)))
     if isinstance(run.source, Synchronous) and run.engine.traits.shares_weights:
@@ -29,3 +31,15 @@ def evaluate_policy(
     inside = replace(config, rollout=replace(config.rollout, engine="local"))
     engine = build_engine(inside, run.policy, tokenizer, prompts, run.settings.packed, run.device, run.info)
     return evaluate(replace(run, engine=engine), prompts)
+
+
+def _fitting(config: RunConfig, run: Run, tokenizer: Any, prompts: Sequence[Prompt]) -> Run:
+    """Return the run with padding and plain `generate` where its model packs rows, but none as long as these."""
+    limit = plain_attention_limit(run.policy)
+    if limit is None or max(len(one.ids) for one in prompts) + run.evaluation.sampling.max_new_tokens <= limit:
+        return run
+    engine = run.engine
+    if engine.traits.shares_weights:
+        inside = replace(config, rollout=replace(config.rollout, engine="local"))
+        engine = build_engine(inside, run.policy, tokenizer, prompts, False, run.device, run.info)
+    return replace(run, engine=engine, settings=replace(run.settings, packed=False))

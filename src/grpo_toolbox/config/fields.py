@@ -52,7 +52,8 @@ METRIC_MAP: Mapping[str, str] = {
 """Our names of metrics -> TRL's; lengths, components of the reward and what rewards log are called alike."""
 
 METRIC_NOTES: Mapping[str, str] = {
-    "frac_reward_zero_std": "of groups; TRL's is of the whole batch, 0 or 1, with scale_rewards='batch' and GDPO",
+    "frac_reward_zero_std": "of groups; TRL's is of the whole batch, 0 or 1, with scale_rewards='batch' and GDPO, "
+    "and RLOO's of rewards less the KL",
     "entropy": "over the tokens that are forwarded; TRL forwards rows without advantage, too",
     "entropy_coef": "the one that the step was trained with; TRL's, where it adapts, is that of the next step",
     "clip_fraction": "over the step; TRL's is a mean over micro-batches. With delta it counts what is above it, too",

@@ -33,7 +33,7 @@ def packing_refusal(model: nn.Module, vocabulary: int, longest: int, device: tor
     plain = plain_model(model)
     config = plain.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    limit = _plain_attention_limit(config)
+    limit = plain_attention_limit(model)
     if not getattr(plain, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
     if kinds:
@@ -53,11 +53,12 @@ def packing_refusal(model: nn.Module, vocabulary: int, longest: int, device: tor
     return None if gap < _SAME_GRADIENT else f"the gradient of {name} differs by {gap:.0%}"
 
 
-def _plain_attention_limit(config: Any) -> int | None:
+def plain_attention_limit(model: nn.Module) -> int | None:
     """Return the most tokens for which every layer's attention is the plain causal one; None without a limit.
 
     Sliding windows and chunks end it, and LongRoPE, which turns all keys anew once a row is longer than this.
     """
+    config = plain_model(model).config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     limits = []
     if kinds is None or "sliding_attention" in kinds:
