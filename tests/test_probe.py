@@ -13,13 +13,15 @@ import torch
 from grpo_toolbox.engines.hf import HfEngine
 from grpo_toolbox.engines.local import LocalEngine
 from grpo_toolbox.engines.probe import DRAWN, SCORED, Gap, Probe, Reading, Row, canary_rows
-from grpo_toolbox.engines.targets import EngineTarget
+from grpo_toolbox.engines.server import Limits, Server
+from grpo_toolbox.engines.targets import EngineTarget, SglangTarget, VllmTarget
 from grpo_toolbox.engines.teacher import Teacher
 from grpo_toolbox.engines.watch import SyncWatch
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.models.lora import LoraOptions, add_adapter
 from small_models import build, forced_logps, text_ids
 from toolbox_runs import SMALL, checkpoints, metrics, toolbox_train
+from vllm_server import free_port
 
 ROWS = canary_rows([text_ids(11), text_ids(9, 5), text_ids(7, 3)], 2, 40)
 
@@ -262,6 +264,26 @@ def test_a_sync_that_fails_again_stops_the_run_by_choice(caplog: pytest.LogCaptu
     watch.after_sync(lambda: None)
     watch.settle()
     assert "were not delivered" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [VllmTarget, SglangTarget])
+def test_a_server_that_goes_away_while_it_is_probed_is_given_up_until_it_is_back(kind: Any) -> None:
+    """Nobody listens there: the run goes on with whom it still has, and one that refuses is told to the user."""
+    policy = build("llama")
+    gone = Server(f"http://127.0.0.1:{free_port()}", Limits())
+    gone.up = True
+    stays, targets = Copy(copy.deepcopy(policy)), []
+    watch = SyncWatch(Probe(ROWS, Teacher(policy, packed=True)), lambda: targets)
+    targets[:] = [stays, kind(gone, 5.0)]
+    with pytest.raises(EngineError, match="before training, a rollout server went away"):
+        watch.after_sync(lambda: None)
+    assert not gone.up
+    assert "no connection" in gone.trouble or "refused" in gone.trouble
+    watch, _ = watching(policy)
+    watch.targets = lambda: [kind(gone, 5.0)]
+    assert watch.after_sync(lambda: None) is None
+    assert watch.measured() == {}
+    watch.settle()
 
 
 def test_probes_come_every_so_many_syncs() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.probe import FLOOR_MEAN, Expected, Gap, Reading, Row, Target
 from grpo_toolbox.engines.teacher import Teacher
+from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Prompt, Rollout, Sampling
 
 
@@ -58,6 +59,8 @@ def draw(engine: Engine, rows: Sequence[Row], teacher: Teacher, sampling: Sampli
 def examine(target: Target, rows: Sequence[Row], teacher: Teacher) -> list[Line]:
     """Take a target's gap apart."""
     reading, again = target.read(rows), target.read(rows)
+    if reading is None or again is None:
+        raise EngineError(f"{target.name} went away while it was asked.")
     now = teacher.next_logps(rows)
     expected = Expected(now, half=teacher.next_half_logps(rows))
     drawn = Gap.of(_of_reading(reading, rows, teacher))

@@ -59,8 +59,8 @@ class Target(Protocol):
         """How messages call it."""
         ...
 
-    def read(self, rows: Sequence[Row]) -> Reading:
-        """Draw DRAWN tokens behind each row, and score what may come next."""
+    def read(self, rows: Sequence[Row]) -> Reading | None:
+        """Draw DRAWN tokens behind each row, and score what may come next; None where it went away meanwhile."""
         ...
 
 
@@ -215,17 +215,18 @@ class Probe:
         self._said_before: dict[str, tuple[Scores, ...] | None] = {}
 
     def check(self, targets: Sequence[Target], *, moved: bool) -> list[Finding]:
-        """Return a finding for each target; `moved` says that the trainer's weights have changed since the last call.
-
-        Raises EngineError where a target does not answer.
-        """
+        """Return a finding for each target that answers; `moved` says that the trainer's weights have changed since the
+        last call."""
         if moved or self._now is None:
             self._former, self._now = self._now, self._trainer.next_logps(self._rows)
             self._said_before, self._said = self._said, {}
-        return [self._check(target, self._now) for target in targets]
+        found = [self._check(target, self._now) for target in targets]
+        return [one for one in found if one is not None]
 
-    def _check(self, target: Target, now: Tensor) -> Finding:
+    def _check(self, target: Target, now: Tensor) -> Finding | None:
         reading = target.read(self._rows)
+        if reading is None:
+            return None
         drawn = self._drawn_gap(reading)
         noise = self._noise.get(target.name)
         expected = Expected(now)

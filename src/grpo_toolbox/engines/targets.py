@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from grpo_toolbox.engines import Engine
 from grpo_toolbox.engines.probe import DRAWN, SCORED, Reading, Row
+from grpo_toolbox.engines.server import Refused
 from grpo_toolbox.engines.sync import Control
 from grpo_toolbox.errors import EngineError
 from grpo_toolbox.types import Prompt, Sampling
+
+log = logging.getLogger(__name__)
 
 _SEED = 1
 _PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -34,6 +38,11 @@ class EngineTarget:
 class Served(Control, Protocol):
     """A server that has the policy."""
 
+    up: bool
+    """Whether it takes requests."""
+    trouble: str
+    """What was the matter when it was last given up."""
+
     @property
     def model(self) -> str:
         """The name of the policy there, an adapter's as it may be."""
@@ -48,11 +57,14 @@ class VllmTarget:
         self._server = server
         self._timeout_s = timeout_s
 
-    def read(self, rows: Sequence[Row]) -> Reading:
-        """Draw behind each row, then score with a salt that no cache has seen.
+    def read(self, rows: Sequence[Row]) -> Reading | None:
+        """Draw behind each row, then score with a salt that no cache has seen; None where the server went away.
 
         Not by `prompt_logprobs`, which ends a server on a processor that was started with `--enable-lora`.
         """
+        return _unless_gone(self._server, lambda: self._read(rows))
+
+    def _read(self, rows: Sequence[Row]) -> Reading:
         drawn = self._ask(rows, {"max_tokens": DRAWN, "logprobs": 0})
         scored = self._ask(rows, {"max_tokens": 1, "logprobs": SCORED, "cache_salt": secrets.token_hex(8)})
         return Reading(
@@ -73,13 +85,19 @@ class VllmTarget:
 class SglangTarget:
     """One SGLang server; it has one model."""
 
-    def __init__(self, server: Control, timeout_s: float) -> None:
+    def __init__(self, server: Served, timeout_s: float) -> None:
         self.name = server.address
         self._server = server
         self._timeout_s = timeout_s
 
-    def read(self, rows: Sequence[Row]) -> Reading:
-        """Draw behind each row, then score; a request for the log-probs of its input is computed without the cache."""
+    def read(self, rows: Sequence[Row]) -> Reading | None:
+        """Draw behind each row, then score; None where the server went away.
+
+        A request for the log-probs of its input is computed without the cache.
+        """
+        return _unless_gone(self._server, lambda: self._read(rows))
+
+    def _read(self, rows: Sequence[Row]) -> Reading:
         drawn = self._ask(rows, DRAWN, {})
         scored = self._ask(rows, 1, {"logprob_start_len": 0, "top_logprobs_num": SCORED})
         return Reading(
@@ -95,6 +113,18 @@ class SglangTarget:
         if len(answers) != len(rows):
             raise EngineError(f"{self.name} answered {len(answers)} of {len(rows)} canaries.")
         return [one["meta_info"] for one in answers]
+
+
+def _unless_gone(server: Served, read: Callable[[], Reading]) -> Reading | None:
+    """Return what was read; None where the server went away meanwhile, and is out of use until it is admitted again."""
+    try:
+        return read()
+    except Refused:
+        raise
+    except EngineError as error:
+        log.warning("%s is given up for now, as it was probed: %s", server.address, error)
+        server.up, server.trouble = False, str(error)
+        return None
 
 
 def _by_token(listed: Mapping[str, float]) -> dict[int, float]:

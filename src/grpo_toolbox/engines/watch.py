@@ -46,6 +46,8 @@ class SyncWatch:
             sync_again()
             findings = self.probe.check(self.targets(), moved=False)
         self._failed = [finding for finding in findings if finding.cause is not None]
+        if not findings:  # who went away is sent the weights anew when it comes back
+            return None
         worst = _worst(findings)
         self._measured = {
             "probe/gap_mean": worst.mean,
@@ -69,7 +71,10 @@ class SyncWatch:
             log.warning("%s", finding)
 
     def _before_training(self) -> Gap:
-        findings = self.probe.check(self.targets(), moved=False)
+        targets = self.targets()
+        findings = self.probe.check(targets, moved=False)
+        if len(findings) < len(targets):
+            raise EngineError("before training, a rollout server went away while it was probed: see the warning above.")
         wrong = [finding for finding in findings if finding.cause is not None]
         if wrong:
             raise EngineError(
