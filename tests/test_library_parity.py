@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import grpo_toolbox
-from grpo_toolbox.engines import Traits
 from grpo_toolbox.models.tiny import build_tiny
-from grpo_toolbox.types import Prompt, Rollout, Sampling
+from replay import Replay
 
 trl = pytest.importorskip("trl")
 
@@ -108,29 +107,6 @@ def brevity(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | N
     return [None if len(ids) == 2 else 1 / len(ids) for ids in completion_ids]
 
 
-class Replay:
-    """An engine that hands out the given completions."""
-
-    traits = Traits(shares_weights=True, exact=False, logps="tempered", drawn_logps=False)
-
-    def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_finished=lambda row, one: None
-    ) -> list[Rollout]:
-        rollouts = [
-            Rollout(prompt, tuple(ids), (-1.0,) * len(ids), "stop" if ids[-1] == END else "length", "")
-            for prompt in prompts
-            for ids in COMPLETIONS[str(prompt.text)][:group_size]
-        ]
-        for row, one in enumerate(rollouts):
-            on_finished(row, one)
-        return rollouts
-
-    def sync(self, version: int | None = None) -> int:
-        return 0
-
-    def close(self) -> None: ...
-
-
 class Gradient(TrainerCallback):
     """Keeps what the optimizer is given."""
 
@@ -163,7 +139,7 @@ def built(library: Any, folder: Path, callback: Gradient, fields: dict[str, Any]
     trainer.model.load_state_dict(build_tiny(seed=0)[0].state_dict())
     if library is grpo_toolbox:  # the trainer's own log-probs, where the engine's would do
         trainer._run.generation = replace(trainer._run.generation, reuse_logps=False)
-        trainer._run.engine = Replay()
+        trainer._run.engine = Replay(COMPLETIONS, END)
         return trainer
     text = {tuple(trainer.processing_class(prompt)["input_ids"]): prompt for prompt in PROMPTS}
 

@@ -29,12 +29,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_toolbox.engines import Traits
 from grpo_toolbox.models.load import Reference
 from grpo_toolbox.models.tiny import build_tiny
 from grpo_toolbox.ops import logps_and_entropy
 from grpo_toolbox.trainer import train
-from grpo_toolbox.types import Prompt, Rollout, Sampling
+from replay import Replay
 from toolbox_runs import all_metrics, built_run
 
 pytest.importorskip("trl")
@@ -74,29 +73,6 @@ REWARDS = {tuple(ids): (sum(ids) % 9) / 8 for rows in COMPLETIONS.values() for i
 
 def given_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     return [REWARDS[tuple(ids)] for ids in completion_ids]
-
-
-class Replay:
-    """An engine that hands out the given completions."""
-
-    traits = Traits(shares_weights=True, exact=False, logps="tempered", drawn_logps=False)
-
-    def generate(
-        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, on_finished=lambda row, one: None
-    ) -> list[Rollout]:
-        rollouts = [
-            Rollout(prompt, tuple(ids), (-1.0,) * len(ids), "stop" if ids[-1] == END else "length", "")
-            for prompt in prompts
-            for ids in COMPLETIONS[str(prompt.text)][:group_size]
-        ]
-        for row, one in enumerate(rollouts):
-            on_finished(row, one)
-        return rollouts
-
-    def sync(self, version: int | None = None) -> int:
-        return 0
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +134,7 @@ def _ours(name: str, folder: Path, exact: bool = False) -> tuple[Tensor, list[di
         "trainer.micro_batch_tokens=30",
         *case.ours,
     )
-    run.engine = Replay()
+    run.engine = Replay(COMPLETIONS, END)
     if run.reference is not None:  # other weights than the policy's, as TRL's: the KL is felt from the first step
         run.reference = Reference(build_tiny(seed=1)[0])
     if exact:

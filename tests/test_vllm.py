@@ -81,8 +81,9 @@ def subject(request, vllm, tmp_path_factory) -> Iterator[Subject]:  # noqa: F811
 
 
 def test_a_sync_changes_what_is_drawn_and_no_stale_prefix_is_used(subject: Subject) -> None:
-    if subject.limits_length:
-        check_sync(subject)
+    if not subject.limits_length:
+        pytest.skip("plain HTTP takes no weights")
+    check_sync(subject)
 
 
 def test_completions_asked_for_together_are_those_asked_for_apart(vllm, tmp_path):  # noqa: F811
